@@ -4,7 +4,8 @@
 
 A run's own accuracy is that of its rollout, in the rollout's format: a coarse one scores lower with the same weights.
 Here each run's last weights, and those that it began from, answer the held-out problems in fp32: the mean over problems
-of the share of right answers, at the run's temperature. Problems and uniforms are the same for all runs of a seed.
+of the share of right answers, at the run's temperature and without its top-p or top-k. Problems and uniforms are the
+same for all runs of a seed.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from mantissa.rl.config.recipe import make_config
 from mantissa.runs.directory import RunDirectory
 
 SAMPLES = 32
+PLAIN = {"engine": "native", "emulate": None, "top_p": 1.0, "top_k": 0, "support": "kept"}
 IN_FP32 = {"precision": "fp32", "warm_start": None, "loss_scaling": None, "run_dir": None, "nproc": 1}
 
 
 def accuracy(values: dict[str, object], model: str, problems: int) -> tuple[float, float]:
     """Right answers of the policy in folder ``model``, in fp32: the mean of ``SAMPLES`` a problem, and greedy."""
-    rollout = dict(values["rollout"]) | {"engine": "native", "emulate": None}  # type: ignore[call-overload]
+    rollout = dict(values["rollout"]) | PLAIN  # type: ignore[call-overload]
     config = make_config(values | IN_FP32 | {"model": {"path": model}, "rollout": rollout}, model)
     parts = assemble(config)
     try:

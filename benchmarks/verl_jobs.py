@@ -27,26 +27,17 @@ from rows import ROOT, append
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from verl_engine_worker import see
-from verl_job import ACTOR, REF, ROLLOUT, Job, run_job
+from verl_job import ACTOR, REF, ROLLOUT, VLLM, Job, run_job
 
 FREE = f"{ACTOR}.fsdp_config.mixed_precision"
 TORCH = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SIZE = ("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16", "+trainer.gate=warn")
+NO_PREFIX_CACHE = f"{ROLLOUT}.enable_prefix_caching=False"
 FLOWRL = (
     f"{ACTOR}.policy_loss.loss_mode=flowrl",
     f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
     f"{ACTOR}.use_kl_loss=True",
     f"{ACTOR}.kl_loss_coef=0",
-)
-VLLM = (
-    f"+{ROLLOUT}.engine_kwargs.vllm.enable_sleep_mode=False",
-    f"{ROLLOUT}.free_cache_engine=False",
-    f"{ROLLOUT}.enforce_eager=True",
-    f"{ROLLOUT}.max_model_len=64",
-    f"{ROLLOUT}.max_num_seqs=32",
-    f"{ROLLOUT}.max_num_batched_tokens=2048",
-    f"{ROLLOUT}.enable_prefix_caching=False",
-    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=8",
 )
 
 
@@ -70,8 +61,8 @@ KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     **{f"mantissa-{name}": ours(name) for name in TORCH},
     "flowrl-mantissa_fsdp2-fp16": fsdp("mantissa_fsdp2", "fp16", *FLOWRL, f"+{FREE}.flowrl={{}}"),
     "flowrl-mantissa-fp16": ours("fp16", *FLOWRL, f"{REF}.fsdp_config.dtype=float16", options=",flowrl:{}"),
-    **{f"vllm-mantissa-{name}": ours(name, *VLLM, rollout="vllm") for name in TORCH},
-    "vllm-mantissa_fsdp2-bf16": fsdp("mantissa_fsdp2", "bf16", *VLLM),
+    **{f"vllm-mantissa-{name}": ours(name, *VLLM, NO_PREFIX_CACHE, rollout="vllm") for name in TORCH},
+    "vllm-mantissa_fsdp2-bf16": fsdp("mantissa_fsdp2", "bf16", *VLLM, NO_PREFIX_CACHE),
 }
 KINDS["vllm-mantissa_fsdp2-bf16"][1]["rollout"] = "vllm"
 

@@ -416,6 +416,78 @@ def draw_brake(data: Data) -> Figure:
     return figure
 
 
+# 11 to 13. Masters and rate, top-p, score centering: a panel a figure, a point a seed
+
+_MASTERS = {"fp32": "fp32", "kahan": "bf16, Kahan", "nearest": "bf16, nearest"}
+_TOP_P = {
+    "everything": "no top-p",
+    "kept": "sets kept",
+    "ignored": "sets ignored",
+    "ignored-weights": "ignored,\nweights",
+}
+_CENTERING = {
+    "fp32": "fp32\nrollout",
+    "plain": "none",
+    "weights": "token\nweights",
+    "centred": "centering",
+    "both": "both",
+}
+
+
+def _by_cell(lab: str, cells: dict[str, str], name: str) -> dict[str, list[float]]:
+    return {said: list(over_seeds(f"lab/{lab}", {"cell": cell}, name).values()) for cell, said in cells.items()}
+
+
+def _draw_cells(data: Data, limits: dict[str, tuple[float, float]]) -> Figure:
+    figure, axes = _new(len(data), 2.6)
+    for axis, (title, cells) in zip(axes, data.items(), strict=True):
+        for at, values in enumerate(cells.values()):
+            _points(axis, at, values, (GREY, SKY, BLUE, GREEN, ORANGE)[at])
+        axis.set_xticks(range(len(cells)), list(cells), fontsize=7)
+        axis.set(title=title, ylim=limits[title])
+        axis.grid(axis="x", visible=False)
+    return figure
+
+
+def masters() -> Data:
+    return {
+        f"mean accuracy of ten steps, rate {said}": _by_cell(
+            "masters_rate", {f"{cell}+lr={rate}": name for cell, name in _MASTERS.items()}, "final.last reward/accuracy"
+        )
+        for rate, said in (("1.7e-05", "1.7e-5"), ("0.0001", "1e-4"))
+    }
+
+
+def draw_masters(data: Data) -> Figure:
+    return _draw_cells(data, dict.fromkeys(data, (0.0, 0.5)))
+
+
+def top_p() -> Data:
+    last = {
+        said: [r["accuracy_fp32"] for r in rows("final_policy") if r["lab"] == "top_p" and r["cell"] == cell]
+        for cell, said in _TOP_P.items()
+    }
+    return {
+        "accuracy as the run samples": _by_cell("top_p", _TOP_P, "final.reward/accuracy"),
+        "accuracy of its last weights without top-p": last,
+    }
+
+
+def draw_top_p(data: Data) -> Figure:
+    return _draw_cells(data, dict.fromkeys(data, (0.4, 1.02)))
+
+
+def centering() -> Data:
+    return {
+        "accuracy as sampled, last ten steps": _by_cell("centering", _CENTERING, "final.reward/accuracy"),
+        "spread of the sequence log-ratio, mean": _by_cell("centering", _CENTERING, "final.mean gap/seq_log_ratio_std"),
+    }
+
+
+def draw_centering(data: Data) -> Figure:
+    return _draw_cells(data, dict(zip(data, ((0.0, 1.03), (-0.1, 3.5)), strict=True)))
+
+
 PLOTS: dict[str, tuple[Callable[[], Data], Callable[[Data], Figure]]] = {
     "gap-by-length": (gap_by_length, draw_gap_by_length),
     "exact-cost": (exact_cost, draw_exact_cost),
@@ -427,6 +499,9 @@ PLOTS: dict[str, tuple[Callable[[], Data], Callable[[Data], Figure]]] = {
     "formats": (formats, draw_formats),
     "tune": (tune, draw_tune),
     "doctor": (doctor, draw_doctor),
+    "masters": (masters, draw_masters),
+    "top-p": (top_p, draw_top_p),
+    "centering": (centering, draw_centering),
     "brake": (brake, draw_brake),
 }
 

@@ -6,26 +6,21 @@ A test holds pages and code together.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
 import math
 import re
 import sys
-import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import tables_trainer
+import tables_verl
+from measured import Row
+from measured import rows as _rows
+from tables import table
+
 DOCS = Path(__file__).resolve().parent
-RESULTS = DOCS.parent / "results"
-Row = dict[str, Any]
-
-
-def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    cells = [header, ["---"] * len(header), *lines]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in cells)
 
 
 def filled(text: str, page: str) -> str:
@@ -64,10 +59,6 @@ def formats() -> str:
     header = ("format", "significant bits", "largest relative rounding error", "largest value", "smallest normal",
               "smallest above 0", "loss scaling")  # fmt: skip
     return table(header, lines)
-
-
-def _rows(name: str) -> list[Row]:
-    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
 
 
 def native_bf16() -> str:
@@ -175,172 +166,6 @@ def lost() -> str:
         for (contender, _, kernels), by in _amp("overflow").items()
     ]
     return table(("trainer", "fp16 kernels", "batches lost a run", "steps retried a run", "final loss"), lines)
-
-
-# trainer.md
-
-
-def environment() -> str:
-    """The compat interface's environment variables."""
-    from mantissa.dropin.compat import ENVIRONMENT, FP16TrainingConfig
-
-    fields = {field.name: field for field in dataclasses.fields(FP16TrainingConfig)}
-    kinds = {bool: "`true` or `false`; `1`, `0`, `yes`, `no`, `on`, `off`", float: "a number",
-             int: "a whole number, or `auto`"}  # fmt: skip
-    lines = [
-        [f"`{variable}`", f"`{name}`", kinds[type(fields[name].default)], f"`{str(fields[name].default).lower()}`"]
-        for variable, name in ENVIRONMENT.items()
-    ]
-    return table(("variable", "field of the configuration", "value", "where not set"), lines)
-
-
-def overhead() -> str:
-    """A step against torch's AMP on the same model."""
-    newest = {(r["case"], r["requested"]): r for r in _rows("amp_overhead") if r["metric"] == "step_time_over_amp"}
-    lines = [
-        [case, f"`{fmt}`", f"{r['value']:.3f} ({r['quartile_low']:.3f} to {r['quartile_high']:.3f})"]
-        for (case, fmt), r in newest.items()
-    ]
-    return table(("model", "native on a CPU", "step time over torch AMP's (quartiles)"), lines)
-
-
-# production.md
-
-_STEP_PREFIXES = ("precision/", "train/")
-_STEP_NAMES = ("optim/lr", "optim/grad_norm", "optim/clipped_fraction", "optim/updates", "time/step")
-COUNTED = ("precision/overflows", "precision/retries", "precision/skipped")
-
-
-def prometheus_name(name: str) -> str:
-    """A metric's name as Prometheus takes it."""
-    return "mantissa_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
-
-
-def metric_lines(of_trainer: bool) -> str:
-    """The metrics of a trainer's rows, or those that an RL run has beside them."""
-    from mantissa.runs.metrics import METRICS
-
-    lines = []
-    for metric in METRICS:
-        trainers = metric.name.startswith(_STEP_PREFIXES) or metric.name in _STEP_NAMES
-        if trainers != of_trainer:
-            continue
-        lines.append([f"`{metric.name}`", metric.formula, metric.unit, metric.healthy_text])
-    return table(("metric (and TensorBoard tag)", "formula", "unit", "healthy"), lines)
-
-
-@dataclasses.dataclass(frozen=True)
-class Alert:
-    """One rule: a Prometheus expression, how long it must hold, and what it says to whom is woken."""
-
-    name: str
-    watch: str
-    threshold: str
-    expression: str
-    hold: str
-    severity: str
-    meaning: str
-    action: str
-
-
-def alerts() -> list[Alert]:
-    """The alerts; thresholds are the guard's defaults and the metrics' healthy ranges."""
-    from mantissa.dropin import GuardConfig
-
-    guard = GuardConfig()
-    rate = "increase(mantissa_overflowed_steps_total[30m]) / increase(mantissa_steps_total[30m])"
-    return [
-        Alert("MantissaGuardActed", "`action` in `guard.jsonl`", "fall back or stop",
-              "increase(mantissa_guard_fall_backs_total[30m]) > 0 or mantissa_guard_severity == 4",
-              "0m", "page", "the run left low precision, or wanted to and could not",
-              "`mantissa guard RUN` says why; see [Rollback](rollback.md)"),
-        Alert("MantissaGuardAlert", "`action` in `guard.jsonl`", "alert", "mantissa_guard_severity == 2", "10m",
-              "ticket", "a threshold of the guard is passed; beyond the next one the run falls back",
-              "`mantissa guard RUN` names the rule and its numbers"),
-        Alert("MantissaOverflowing", "steps with `precision/overflows` > 0 / steps",
-              f"{guard.overflow_alert:.0%} of 30 minutes", f"{rate} > {guard.overflow_alert:g}", "0m", "ticket",
-              "gradients grow faster than the scale falls, or their tail is heavy",
-              "look at `optim/grad_norm`; `scale=\"auto\"`, a lower rate, or bf16"),
-        Alert("MantissaBatchesLost", "`precision/skipped`", "any in 30 minutes",
-              "increase(mantissa_precision_skipped_total[30m]) > 0", "0m", "ticket",
-              "a batch was given up: its retries all overflowed, or the loss was not finite",
-              "a row with `precision/retries` 0 and a loss that is not finite is a forward problem, not one of scale"),
-        Alert("MantissaLossNotFinite", "`train/loss`", "NaN or infinite",
-              "mantissa_train_loss != mantissa_train_loss or abs(mantissa_train_loss) > 3.4e38", "0m", "page",
-              "the forward left the format",
-              "the step was skipped; find the module (see [Troubleshooting](troubleshooting.md))"),
-        Alert("MantissaScaleLow", "`precision/loss_scale`", "below 16",
-              'mantissa_precision_loss_scale{format="fp16"} < 16',
-              "10m", "ticket", "a few halvings from the floor of 1, where an overflow ends the run",
-              "bf16, or lower the loss's own scale (a sum where a mean is meant)"),
-        Alert("MantissaGradientsSmall", "`precision/max_scaled_grad`", "below 2^-12 for an hour",
-              'mantissa_precision_max_scaled_grad{format="fp16"} < 0.000244', "1h", "ticket",
-              "the largest gradient is 12 binades below the limit: that much of the small ones is flushed for nothing",
-              "a shorter `growth_interval`, or `scale=\"auto\"`"),
-        Alert("MantissaSlow", "`speed` in the guard's numbers", f"below {guard.slow_warn:g} x the reference",
-              f"mantissa_guard_speed < {guard.slow_warn:g}", "1h", "ticket", "low precision does not pay here",
-              "`mantissa guard RUN --reference RUN2`; `mantissa bench` on this device"),
-        Alert("MantissaStalled", "age of the newest row", "20 steps' time",
-              "mantissa_row_age_seconds > 20 * mantissa_time_step", "0m", "page",
-              "the process hangs or is gone; on several ranks one may have died",
-              "look at the processes; resume from the checkpoint"),
-    ]  # fmt: skip
-
-
-def alert_table() -> str:
-    header = ("alert", "metric", "threshold", "meaning", "action")
-    return table(header, [[f"`{a.name}`", a.watch, a.threshold, a.meaning, a.action] for a in alerts()])
-
-
-def alert_rules() -> str:
-    """The same as a file of Prometheus rules."""
-    lines = ["# Written by docs/make_tables.py.", "groups:", "  - name: mantissa", "    rules:"]
-    for a in alerts():
-        lines += [f"      - alert: {a.name}", *_folded("        expr", a.expression), f"        for: {a.hold}"]
-        lines += [f"        labels: {{severity: {a.severity}}}", "        annotations:"]
-        lines += _folded("          summary", a.meaning)
-    return "\n".join([*lines, ""])
-
-
-def _folded(key: str, text: str) -> list[str]:
-    """A key of YAML and its text, folded into lines that fit the page."""
-    indent = " " * (len(key) - len(key.lstrip()) + 2)
-    return [f"{key}: >-", *textwrap.wrap(text, 78, initial_indent=indent, subsequent_indent=indent)]
-
-
-# rollback.md
-
-
-def guard_rules() -> str:
-    """The guard's rules with the default thresholds, by severity."""
-    from mantissa.dropin import GuardConfig
-
-    g = GuardConfig()
-    lines = [
-        ["overflow", "steps that overflowed / steps", f"> {g.overflow_warn:.0%}", f"> {g.overflow_alert:.0%}",
-         f"> {g.overflow_fall_back:.0%}"],
-        ["loss", "mean loss above the reference's, over the same steps", f"> {g.loss_warn:.0%}", "",
-         f"> {g.loss_fall_back:.0%}"],
-        ["nonfinite", "losses that are not finite, in a row", "1", "", f"{g.nonfinite_in_a_row}"],
-        ["divergence", "mean loss over the best window's so far", "", "",
-         "off" if g.divergence is None else f"> {g.divergence:g} x"],
-        ["accuracy", "mean accuracy below the reference's, or the best window's", f"> {100 * g.accuracy_warn:g} points",
-         "", f"> {100 * g.accuracy_fall_back:g} points"],
-        ["reward", "mean reward below it, of the range of rewards", f"> {g.reward_warn:.0%}", "",
-         f"> {g.reward_fall_back:.0%}"],
-        ["speed", "reference's median step time / this run's", f"< {g.slow_warn:g} x", "", ""],
-        ["gate", "steps with a metric outside its range / steps", f"> {g.gate_warn:.0%}", f"> {g.gate_alert:.0%}", ""],
-    ]  # fmt: skip
-    return table(("rule", f"over the last {g.window} steps", "warn", "alert", "fall back"), lines)
-
-
-def guard_settings() -> str:
-    """Every field of ``GuardConfig``."""
-    from mantissa.dropin import GuardConfig
-
-    fields = GuardConfig.model_fields.items()
-    lines = [[f"`{name}`", f"`{json.dumps(field.default)}`", str(field.description)] for name, field in fields]
-    return table(("setting", "default", "what it does"), lines)
 
 
 # bench.md
@@ -534,135 +359,6 @@ def commands() -> str:
     return table(("to", "command", "what it does"), lines)
 
 
-# cluster.md
-
-
-_ENGINES = ("fsdp2", "megatron", "mantissa_fsdp2", "mantissa")
-
-
-def _verl_plan(engine: str, *features: str) -> Any:
-    """The exporter's plan for a recipe with these overrides, on H100s with CUDA 12.9; or the reasons why not."""
-    from mantissa.base.errors import MantissaError
-    from mantissa.launch import LaunchOptions
-    from mantissa.launch.export import export
-    from mantissa.rl import make_config
-    from mantissa.rl.config.recipe import apply_overrides
-
-    recipe = {
-        "name": "table",
-        "steps": 1,
-        "model": {"path": "policy"},
-        "task": {"kind": "dataset", "files": "train.parquet", "heldout_files": "heldout.parquet"},
-        "rollout": {"prompts": 8, "samples": 8, "max_tokens": 1024},
-        "algorithm": {"correction": "token_tis"},
-        "optimizer": {"lr": 1e-6},
-    }
-    options = LaunchOptions(engine=engine, hardware="h100", cuda="12.9")  # type: ignore[arg-type]
-    try:
-        return export(make_config(apply_overrides(recipe, features), "table"), options)
-    except MantissaError as error:
-        return str(error)
-
-
-def engines_by_precision() -> str:
-    """Which preset runs on which learner's engine of verl, by the exporter itself; equal presets in one line."""
-    from mantissa.precision import PRESETS
-
-    def cell(plan: Any) -> str:
-        if not isinstance(plan, str):
-            return "yes"
-        reason = plan.rpartition("precision.")[2].partition(": ")[2]  # the last one, after its field
-        reason = re.sub(r"^\w+-?\w*: ", "", reason) if "simulated" in reason else reason.rpartition(": ")[2]
-        return "no: " + re.split(r"; |, and no", reason)[0]
-
-    found: dict[tuple[str, ...], list[str]] = {}
-    for name in PRESETS:
-        found.setdefault(tuple(cell(_verl_plan(engine, f"precision={name}")) for engine in _ENGINES), []).append(name)
-    lines = [[", ".join(f"`{name}`" for name in names), *row] for row, names in found.items()]
-    return table(("precision", *(f"`{engine}`" for engine in _ENGINES)), lines)
-
-
-def keys_of_roles() -> str:
-    """What the exporter writes of a recipe in fp16 for each role: of FlowRL where an engine has it, else of GRPO."""
-    from mantissa.launch.facts import short
-
-    flow = ("algorithm.loss=flowrl", "algorithm.reference={}")
-    kl = ("algorithm.reference={}", "algorithm.kl={coefficient: 0.01}")
-    options, lines = ".fsdp_config.mixed_precision.", []
-    for engine in _ENGINES:
-        plan = _verl_plan(engine, "precision=fp16", *(flow if "mantissa" in engine else kl))
-        keys = {short(one.key): str(one).replace("actor_rollout_ref.", "") for one in plan.overrides}
-        groups = [
-            [f"actor{options}param_dtype", "actor.megatron.dtype", f"actor{options}precision"],
-            [f"ref{options}param_dtype", "ref.megatron.dtype", f"ref{options}precision"],
-            ["rollout.dtype"],
-        ]
-        said = [", ".join(f"`{keys[key]}`" for key in group if key in keys) for group in groups]
-        lines.append([f"`{engine}`", *said[:2], said[2] or "as the learner's `precision` says"])
-    return table(("engine", "learner", "reference", "rollout"), lines)
-
-
-def verl_traps() -> str:
-    """The precision keys of verl's FSDP engines and rollouts that surprise people; ``check-verl`` knows Megatron's."""
-    from mantissa.launch.facts import FACTS, PRECISION_KEYS
-
-    facts = [f for key, f in FACTS.items() if key in PRECISION_KEYS and f.trap and "fsdp2" in f.engines]
-    return table(("key", "mind"), [[f"`{'+' if f.new else ''}{f.key}`", f.trap] for f in facts])
-
-
-def verl_ignored() -> str:
-    """Keys that verl accepts and that nobody reads; several of a section in one line."""
-    from mantissa.launch.facts import ENGINES, IGNORED, ROLLOUTS
-
-    found: dict[tuple[str, str], list[str]] = {}
-    names: dict[tuple[str, str], list[str]] = {}
-    for row in IGNORED:
-        section, _, name = row.key.rpartition(".")
-        where = ("every engine",) if row.engines == ENGINES else row.engines
-        key = ("+" if row.new else "") + section, row.why
-        names.setdefault(key, []).append(name)
-        found.setdefault(key, []).extend(where if row.rollouts == ROLLOUTS else row.rollouts)
-    lines = []
-    for (section, why), where in found.items():
-        given = list(dict.fromkeys(names[section, why]))
-        key = f"{section}.{given[0]}" if len(given) == 1 else f"{section}.{{{','.join(given)}}}"
-        on = "" if where[0] == "every engine" else f" ({', '.join(dict.fromkeys(where))})"
-        lines.append([f"`{key}`{on}", why])
-    return table(("key", "why nothing happens"), lines)
-
-
-def rehearsals() -> str:
-    """The newest rehearsal of each kind."""
-    found = {row["kind"]: row for row in _rows("verl_rehearsals")}
-    lines = []
-    for row in found.values():
-        what = row["what"] + (f" (`{row['recipe']}`)" if row["recipe"] else "")
-        lines.append([what, f"`{row['engine']}`", f"{row['seconds']:.0f}", f"{row['probability_difference']:.1g}"])
-    return table(("recipe", "engine", "seconds", "differ by at most"), lines)
-
-
-def verl_variables() -> str:
-    """Environment variables that fp8 needs on every node."""
-    from mantissa.launch.facts import NEEDED
-
-    header = ("variable", "where", "without it")
-    return table(header, [[f"`{row.name}={row.value}`", f"`{row.key}={row.values[0]}`", row.without] for row in NEEDED])
-
-
-def launch_options() -> str:
-    """What a launch file may hold; Megatron's sizes in one line."""
-    from mantissa.launch import LaunchOptions
-
-    lines, sizes = [], []
-    for name, field in LaunchOptions.model_fields.items():
-        default = "" if field.default in (None, {}) else f" ({str(field.default).lower()})"
-        if str(field.description).startswith("Megatron: "):
-            sizes.append(f"`{name}`")
-        else:
-            lines.append([f"`{name}`{default}", str(field.description)])
-    return table(("option", "what it says"), [*lines, [", ".join(sizes), "Megatron's layout (1 each)."]])
-
-
 # doctor.md
 
 
@@ -776,62 +472,6 @@ def doctor_healthy() -> str:
     return table(["program", "format", "tokens", "size of u", "equal", "whole dump", "halves called healthy"], lines)
 
 
-# verl.md
-
-_VERL = {"verl alone": "fsdp2", "`mantissa_fsdp2`": "mantissa_fsdp2", "`mantissa`": "mantissa"}
-
-
-def _verl_rows() -> dict[str, Row]:
-    """The newest row of each kind of job."""
-    return {row["kind"]: row for row in _rows("verl")}
-
-
-def verl_gains() -> str:
-    """What each way of a job comes to: verl's engine, ours over it, our own learner and engine."""
-    rows = _verl_rows()
-    spikes, overhead = rows["spikes"], rows["overhead"]
-    lost = {"fsdp2": "verl", "mantissa_fsdp2": "ours", "mantissa": "mantissa"}
-    lines = [
-        ["batches lost, of four whose loss is 256 times too large for fp16"]
-        + [f"{spikes['lost'][lost[way]]} of {spikes['batches'][lost[way]]}" for way in _VERL.values()]
-    ]
-    for name in ("fp32", "bf16", "fp16"):
-        of = [rows.get(f"{way}-{name}") for way in _VERL.values()]
-        if all(of):
-            found = [row for row in of if row]
-            lines.append([f"{name}: log-probs of rollout and learner that differ"]
-                         + [f"{row['unlike']:,} of {row['tokens']:,}" for row in found])  # fmt: skip
-            most = [f"{row['probs_diff_max']:.1g}" if row["probs_diff_max"] else "0" for row in found]
-            lines.append([f"{name}: largest difference of a probability", *most])
-    low, high = overhead["quartile_low"], overhead["quartile_high"]
-    took = f"{overhead['value']:.2f} ({low:.2f} to {high:.2f})"
-    lines.append(["an optimiser step in fp32, times verl's (quartiles)", "1", took, "another learner"])
-    return table(["", *_VERL], lines)
-
-
-def verl_jobs() -> str:
-    """Every kind of job that was run: log-probs of rollout and learner that differ, and its seconds."""
-    lines = []
-    for kind, row in sorted(_verl_rows().items()):
-        if "verdicts" in row:
-            looked = row["tokens"] > 0  # by the gate; else by the engine itself
-            unlike, of = (
-                row[name]
-                for name in (("unlike", "tokens") if looked else ("logprobs_unlike_rollout", "logprobs_compared"))
-            )
-            seconds = (f"{row['step_seconds']:.0f}", f"{row['job_seconds']:.0f}")
-            lines.append([f"`{kind}`", row["verl"], f"{unlike:,.0f} of {of:,.0f}", *seconds])
-    return table(["job", "verl", "log-probs that differ", "two steps, s", "whole job, s"], lines)
-
-
-def verl_kills() -> str:
-    """Kills of each kind, by all rows of runs in which every step was equal."""
-    rows = [row for row in _rows("verl_kills") if not row["unlike"]]
-    victims = {"worker": "a learner's worker", "node": "a whole node", "trainer": "the trainer"}
-    counted = [[what, str(sum(row["kills"].get(name, 0) for row in rows))] for name, what in victims.items()]
-    return table(["killed", "times, each resumed with every metric of an undisturbed job"], counted)
-
-
 # evolution.md, worldmodel.md
 
 
@@ -865,15 +505,13 @@ def profiles() -> str:
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    **tables_trainer.TABLES,
+    **tables_verl.TABLES,
     "guide.md": {
         "formats": formats,
         "scales": scales,
         "lost": lost,
     },
-    "trainer.md": {"environment": environment, "overhead": overhead},
-    "production.md": {"alerts": alert_table},
-    "metrics.md": {"trainer_metrics": lambda: metric_lines(True), "rl_metrics": lambda: metric_lines(False)},
-    "rollback.md": {"guard_rules": guard_rules, "guard_settings": guard_settings},
     "exactness.md": {"exact_cost": exact_cost},
     "bench.md": {"bench_options": lambda: command_options("bench")},
     "gap.md": {"gap_options": lambda: command_options("gap"), "figures": gap_figures, "measured": measured_gap},
@@ -893,18 +531,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "waltz.md": {"waltz": waltz},
     "substitution.md": {"causes": lambda: causes("cause"), "alone": lambda: causes("alone")},
     "tune.md": {"tuned": tuned},
-    "verl.md": {"gains": verl_gains, "jobs": verl_jobs, "kills": verl_kills},
     "evolution.md": {"profiles": profiles},
     "worldmodel.md": {"predicted": predicted},
-    "cluster.md": {
-        "rehearsals": rehearsals,
-        "engines": engines_by_precision,
-        "roles": keys_of_roles,
-        "traps": verl_traps,
-        "ignored": verl_ignored,
-        "variables": verl_variables,
-        "launch_options": launch_options,
-    },
 }
 
 
@@ -912,7 +540,7 @@ def main() -> None:
     for page in TABLES:
         path = DOCS / page
         path.write_text(filled(path.read_text(), page))
-    (DOCS / "alerts.yml").write_text(alert_rules())
+    (DOCS / "alerts.yml").write_text(tables_trainer.alert_rules())
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ DOCS = ROOT / "docs"
 
 
 make_tables = script("make_tables")
+tables_trainer = script("tables_trainer")
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md")), ROOT / "results" / "README.md"]
 
 
@@ -67,7 +68,7 @@ def test_tables_are_current(name: str) -> None:
 def test_prometheus_names_are_distinct_and_those_of_the_page_s_function() -> None:
     from mantissa.runs.metrics import METRICS
 
-    names = [make_tables.prometheus_name(metric.name) for metric in METRICS]
+    names = [tables_trainer.prometheus_name(metric.name) for metric in METRICS]
     assert len(set(names)) == len(names)
     assert all(re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", name) for name in names)
     source = re.search(r"def prometheus_name.*?\n\n", (DOCS / "production.md").read_text(), re.S)
@@ -83,11 +84,11 @@ def test_alerts_ask_for_series_that_are_exported() -> None:
     from mantissa.runs.metrics import METRICS
 
     page = (DOCS / "production.md").read_text()
-    assert (DOCS / "alerts.yml").read_text() == make_tables.alert_rules(), "run: python docs/make_tables.py"
-    rules = yaml.safe_load(make_tables.alert_rules())
+    assert (DOCS / "alerts.yml").read_text() == tables_trainer.alert_rules(), "run: python docs/make_tables.py"
+    rules = yaml.safe_load(tables_trainer.alert_rules())
     asked = {name for rule in rules["groups"][0]["rules"] for name in re.findall(r"mantissa_\w+", rule["expr"])}
-    known = {make_tables.prometheus_name(metric.name) for metric in METRICS}
-    known |= {f"{make_tables.prometheus_name(name)}_total" for name in make_tables.COUNTED}
+    known = {tables_trainer.prometheus_name(metric.name) for metric in METRICS}
+    known |= {f"{tables_trainer.prometheus_name(name)}_total" for name in tables_trainer.COUNTED}
     known |= set(re.findall(r'values\["(mantissa_\w+)"\]', page))
     assert asked <= known, asked - known
 

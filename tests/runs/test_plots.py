@@ -13,9 +13,9 @@ import pytest
 
 from mantissa.runs import compare_page as comparison
 from mantissa.runs import page, plots
-from mantissa.runs.groups import DASHES, Group, Run, of_seeds
+from mantissa.runs.groups import Group, Run, of_seeds
 from mantissa.runs.metrics import SERIES
-from mantissa.runs.plots import COLOURS, RUNS, VARIABLES, Plot
+from mantissa.runs.plots import COLOURS, DASHES, RUNS, VARIABLES, Plot
 
 SVG = "{http://www.w3.org/2000/svg}"
 

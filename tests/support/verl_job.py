@@ -6,28 +6,36 @@ carries a tag in its environment, by which what may be left of it is found, and 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
 import shutil
-import signal
-import string
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mantissa.launch.local_job import TAG, end_processes
+from mantissa.launch.tiny import write_policy
+
 ROOT = Path(__file__).parents[2]
-_TAG = "MANTISSA_TEST_JOB"
-_CHARACTERS = string.digits + string.ascii_letters + " +-*/=.?!:\n"
 _LOOPBACK = "127.0.0.2"  # Ray puts the machine's outward address in the place of 127.0.0.1
 ACTOR, MODEL, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout", "ref"))
+# What verl's own vLLM rollout needs on a processor, for the tiny model.
+VLLM = (
+    f"+{ROLLOUT}.engine_kwargs.vllm.enable_sleep_mode=False",
+    f"{ROLLOUT}.free_cache_engine=False",
+    f"{ROLLOUT}.enforce_eager=True",
+    f"{ROLLOUT}.max_model_len=64",
+    f"{ROLLOUT}.max_num_seqs=32",
+    f"{ROLLOUT}.max_num_batched_tokens=2048",
+    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=8",
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,7 @@ def run_job(
             job = subprocess.Popen(
                 command,
                 cwd=folder,
-                env=job_environment(rows, tag, environment or {}),
+                env=job_environment(rows, tag, {"TMPDIR": str(short), **(environment or {})}),
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -107,26 +115,6 @@ def run_job(
     return Job(code, text, metrics, folder, time.monotonic() - begun)
 
 
-def end_processes(tag: str) -> None:
-    """Kill every process whose environment has the tag, until none is left: Ray's raylet and its workers among them."""
-    for _ in range(50):
-        left = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _tagged(pid, tag)]
-        if not left:
-            return
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.1)
-    raise AssertionError(f"processes {left} of job {tag} do not end")
-
-
-def _tagged(pid: int, tag: str) -> bool:
-    try:
-        return f"{_TAG}={tag}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
-
-
 def job_environment(rows: Path, tag: str, more: Mapping[str, str]) -> dict[str, str]:
     """Of every process of a job, or of a Ray for one."""
     paths = [str(ROOT / "src"), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
@@ -141,7 +129,7 @@ def job_environment(rows: Path, tag: str, more: Mapping[str, str]) -> dict[str, 
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        _TAG: tag,
+        TAG: tag,
         **more,
     }
 
@@ -226,7 +214,7 @@ def make_inputs(folder: Path, head_dim: int = 16) -> None:
     if (folder / "val.parquet").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    _make_model(folder / "model", head_dim)
+    write_policy(folder / "model", answers=(), head_dim=head_dim)
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -244,43 +232,3 @@ def make_inputs(folder: Path, head_dim: int = 16) -> None:
         )
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
     pq.write_table(pa.Table.from_pylist(rows[:8]), folder / "val.parquet")
-
-
-def _make_model(folder: Path, head_dim: int) -> None:
-    import torch
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    special: Sequence[str] = ("<pad>", "<eos>", "<bos>", "<unk>")
-    vocabulary = {token: index for index, token in enumerate((*special, *_CHARACTERS))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<unk>"
-    )
-    wrapped.chat_template = (
-        "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
-        "{% if add_generation_prompt %}={% endif %}"
-    )
-    wrapped.save_pretrained(folder)
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(vocabulary),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=head_dim,
-            max_position_embeddings=256,
-            tie_word_embeddings=False,
-            bos_token_id=2,
-            eos_token_id=1,
-            pad_token_id=0,
-        )
-    )
-    # transformers makes the pad token's row zero, and a random policy samples it as any other.
-    model.model.embed_tokens.weight.data[0].normal_(0, 0.02)
-    model.save_pretrained(folder)

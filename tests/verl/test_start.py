@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from verl_job import ACTOR, ROOT, end_processes, job_environment, make_inputs, overrides
+from mantissa.launch.local_job import end_processes
+from verl_job import ACTOR, ROOT, job_environment, make_inputs, overrides
 
 pytestmark = [pytest.mark.verl, pytest.mark.slow]
 
@@ -37,7 +38,12 @@ def test_the_commands_run_whole(tmp_path: Path, fault: str) -> None:
         job = [*overrides(tmp_path, Path(short)), "data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16"]
         job += ["actor_rollout_ref.rollout.temperature=0.7"]
         job = [each for each in job if "calculate_log_probs" not in each]
-        more = {"PATH": f"{bin_}{os.pathsep}{os.environ['PATH']}", "JOB": " ".join(job), "MANTISSA_TEST_FAULT": fault}
+        more = {
+            "PATH": f"{bin_}{os.pathsep}{os.environ['PATH']}",
+            "JOB": " ".join(job),
+            "MANTISSA_TEST_FAULT": fault,
+            "TMPDIR": short,
+        }
         environment = job_environment(tmp_path / "rows.jsonl", tag, more)
         try:
             done = subprocess.run(

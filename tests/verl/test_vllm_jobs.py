@@ -11,19 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from verl_job import ACTOR, ROLLOUT, run_job
+from verl_job import ACTOR, ROLLOUT, VLLM, run_job
 
 pytestmark = [pytest.mark.verl, pytest.mark.vllm, pytest.mark.slow]
 FREE = f"{ACTOR}.fsdp_config.mixed_precision"
-VLLM = (
-    f"+{ROLLOUT}.engine_kwargs.vllm.enable_sleep_mode=False",
-    f"{ROLLOUT}.free_cache_engine=False",
-    f"{ROLLOUT}.enforce_eager=True",
-    f"{ROLLOUT}.max_model_len=64",
-    f"{ROLLOUT}.max_num_seqs=32",
-    f"{ROLLOUT}.max_num_batched_tokens=2048",
-    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=8",
-)
 TORCH = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 

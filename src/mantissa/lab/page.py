@@ -19,11 +19,11 @@ from mantissa.lab.plan import Lab, Measure
 from mantissa.lab.rows import FAILED, Row, Rows
 from mantissa.mismatch.estimates import GAP_FIGURES, LEVEL, Estimate
 from mantissa.runs import page
-from mantissa.runs.groups import DASHES, MOST, Difference, listed
+from mantissa.runs.groups import MOST, Difference, listed
 from mantissa.runs.live import duration
 from mantissa.runs.metrics import BY_NAME, SERIES, Series
 from mantissa.runs.page import Block, block
-from mantissa.runs.plots import INK, RUNS, Line, Plot, chart, figure, styled, to_svg
+from mantissa.runs.plots import DASHES, INK, RUNS, Line, Plot, chart, figure, styled, to_svg
 
 
 def answers(rows: Rows) -> list[str]:

@@ -29,7 +29,7 @@ from mantissa.base.readers.json import parse_json
 from mantissa.launch.export import hydra_value
 from mantissa.launch.rehearsal import Rehearsal
 
-_TAG = "MANTISSA_LOCAL_JOB"
+TAG = "MANTISSA_LOCAL_JOB"  # the variable by which every process of a job is found
 _HOST = "127.0.0.2"  # Ray puts the machine's outward address in the place of 127.0.0.1
 _LOOK_S = 0.5
 _ERROR = re.compile(
@@ -118,7 +118,8 @@ def _job(rehearsal: Rehearsal, log: Path, metrics: Path, isolated: bool) -> Iter
         with log.open("wb") as out:
             job = subprocess.Popen(
                 command,
-                env=_environment(variables | {_TAG: tag, "VERL_FILE_LOGGER_PATH": str(metrics)}),
+                # What libraries leave in the temporary folder when they are killed goes with it.
+                env=_environment(variables | {TAG: tag, "TMPDIR": short, "VERL_FILE_LOGGER_PATH": str(metrics)}),
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -163,7 +164,7 @@ def end_processes(tag: str) -> None:
 
 def _tagged(pid: int, tag: str) -> bool:
     try:
-        return f"{_TAG}={tag}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        return f"{TAG}={tag}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return False
 

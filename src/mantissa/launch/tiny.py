@@ -8,6 +8,7 @@ of sixteen tokens is right in one of some twelve times.
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from pathlib import Path
 
 _SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
@@ -15,13 +16,13 @@ _CHARACTERS = string.digits + string.ascii_letters + " +-*/=.?!:\n"
 ANSWERS = tuple(f"\nAnswer: \\boxed{{{digit}}}\n" for digit in range(10))
 
 
-def write_policy(folder: Path) -> None:
+def write_policy(folder: Path, *, answers: Sequence[str] = ANSWERS, head_dim: int = 16) -> None:
     """A Hugging Face folder: a Qwen3 of two layers and 64 features, and a tokenizer of characters and answers."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    vocabulary = {token: index for index, token in enumerate((*_SPECIAL, *_CHARACTERS, *ANSWERS))}
+    vocabulary = {token: index for index, token in enumerate((*_SPECIAL, *_CHARACTERS, *answers))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -40,7 +41,7 @@ def write_policy(folder: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=256,
         tie_word_embeddings=False,
         bos_token_id=2,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
@@ -27,7 +27,7 @@ from mantissa.runs.health import small
 from mantissa.runs.live import duration
 from mantissa.runs.metrics import Array, token_logps
 from mantissa.runs.page import Block, block, code, noted
-from mantissa.runs.plots import COLOURS, Line, Plot, agreement, chart, figure, styled, to_svg
+from mantissa.runs.plots import COLOURS, DASHES, Dash, Line, Plot, agreement, chart, figure, styled, to_svg
 
 FOLDER, ROWS, COMPLETIONS, PAGE = "gap", "gap.jsonl", "completions.jsonl", "gap.html"
 Rows = Sequence[dict[str, Any]]
@@ -286,22 +286,34 @@ def by_position(completions: Rows) -> tuple[Array, Array, Array]:
 def over_position(completions: Rows) -> list[Plot]:
     """The gap of a token, and the spread of the sequence log-ratio up to it, against its position."""
     curves = {pair: by_position(rows) for pair, rows in _by_pair(completions).items()}
-    colours = dict(zip(curves, itertools.cycle(COLOURS), strict=False))
+    looks = _looks(curves)
     drawn = []
     for title, unit, which in (
         ("Spread of the sequence log-ratio", "std of the sum so far, nats", 2),
         ("Gap of a token", "mean |Δ log-prob|, nats", 1),
     ):
-        lines = [Line(pair, colours[pair], found[0], found[which]) for pair, found in curves.items()]
+        lines = [Line(pair, looks[pair][0], found[0], found[which], looks[pair][1]) for pair, found in curves.items()]
         there = [line for line in lines if line.x.size]
         note = "Of the tokens of each completion that gets so far."
         if short := [line.label for line in lines if not line.x.size]:
             note += f" Too few completions with finite log-probs for a curve: {', '.join(short)}."
         none = "No pair has two completions with finite log-probs, so there is no curve."
         zero = f"Exactly 0 at every position: {', '.join(line.label for line in there)}."
-        drawn.append(chart(title, note, there, unit, "log", across="position", height=2.9, legend=lines, keys=False,
+        drawn.append(chart(title, note, there, unit, "log", across="position", height=2.9, legend=lines,
+                           keys=any(dash for _, dash in looks.values()),
                            marker="", none=none, zero=zero))  # fmt: skip
     return drawn
+
+
+def _looks(pairs: Iterable[str]) -> dict[str, tuple[str, Dash]]:
+    """Colour and dashes of each pair: the colour is its formats', dashes tell ``fp16+serving`` from ``fp16``."""
+    colours, looks = itertools.cycle(COLOURS), dict[str, tuple[str, Dash]]()
+    same: dict[str, list[str]] = {}
+    for pair in pairs:
+        same.setdefault(pair.partition("+")[0], []).append(pair)
+    for alike, colour in zip(same.values(), colours, strict=False):
+        looks |= {pair: (colour, dash) for pair, dash in zip(sorted(alike), itertools.cycle(DASHES), strict=False)}
+    return looks
 
 
 def scatter(completions: Rows) -> Plot:
@@ -318,12 +330,13 @@ def scatter(completions: Rows) -> Plot:
         lines = -(-len(pairs) // _PANELS)
         drawing = figure(1.95 * _PANELS, 2.25 * lines)
         panels = drawing.subplots(lines, _PANELS, sharex=True, sharey=True, squeeze=False).flatten()
-        for number, (axes, (name, (rollout, learner))) in enumerate(zip(panels, pairs.items(), strict=False)):
+        looks = _looks(pairs)
+        for axes, (name, (rollout, learner)) in zip(panels, pairs.items(), strict=False):
             axes.set_title(name)
             if name in words:
                 axes.text(0.5, 0.5, fill(words[name], 20), transform=axes.transAxes, ha="center", va="center")
             else:
-                agreement(axes, rollout, learner, low, COLOURS[number % len(COLOURS)], (3, 4))
+                agreement(axes, rollout, learner, low, looks[name][0], (3, 4))
         for axes in panels[len(pairs) :]:
             axes.set_visible(False)
         panels[0].set_ylabel("p under the learner")

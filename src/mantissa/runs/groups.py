@@ -40,11 +40,9 @@ from mantissa.mismatch.estimates import LEVEL, Estimate, student_interval
 from mantissa.runs.directory import RunDirectory, planned_steps
 from mantissa.runs.health import Excursion, Judgement, check, judge
 from mantissa.runs.page import shortened
-from mantissa.runs.plots import RUNS, Dash
+from mantissa.runs.plots import DASHES, RUNS, Dash
 
 MOST = 8  # lines that a reader can keep apart
-DASHES: tuple[Dash, ...] = ((), (4, 1.8), (1.1, 1.3), (5, 1.4, 1.1, 1.4), (8, 2), (2.4, 1.2), (5, 1.2, 1, 1.2, 1, 1.2),
-                            (8, 1.5, 2.5, 1.5))  # fmt: skip
 _NAMES = ("seed", "name")  # keys of a recipe in which the runs of one group may differ
 _MACHINE = ("platform", "cores")  # facts of an environment in which they may, too
 _NOT_THERE = "(none)"

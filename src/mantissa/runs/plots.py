@@ -60,6 +60,8 @@ PHASE_COLOURS = dict(
 )
 Rows = Sequence[dict[str, Any]]
 Dash = tuple[float, ...]  # lengths of strokes and spaces in line widths; empty is solid
+DASHES: tuple[Dash, ...] = ((), (4, 1.8), (1.1, 1.3), (5, 1.4, 1.1, 1.4), (8, 2), (2.4, 1.2), (5, 1.2, 1, 1.2, 1, 1.2),
+                            (8, 1.5, 2.5, 1.5))  # fmt: skip
 _FEW = 12  # points up to which a line also shows its markers
 _MANY = 250  # points from which a line is thin, so that noise does not turn into a band
 _BROKEN: Any = (0, (4, 3))  # the stroke of what is no measurement: a diagonal, an end
