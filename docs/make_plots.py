@@ -435,7 +435,11 @@ _CENTERING = {
 
 
 def _by_cell(lab: str, cells: dict[str, str], name: str) -> dict[str, list[float]]:
-    return {said: list(over_seeds(f"lab/{lab}", {"cell": cell}, name).values()) for cell, said in cells.items()}
+    return {said: _in_order(over_seeds(f"lab/{lab}", {"cell": cell}, name)) for cell, said in cells.items()}
+
+
+def _in_order(of_seed: dict[int, float]) -> list[float]:
+    return [of_seed[seed] for seed in sorted(of_seed)]
 
 
 def _draw_cells(data: Data, limits: dict[str, tuple[float, float]]) -> Figure:
@@ -462,14 +466,17 @@ def draw_masters(data: Data) -> Figure:
     return _draw_cells(data, dict.fromkeys(data, (0.0, 0.5)))
 
 
-def top_p() -> Data:
-    last = {
-        said: [r["accuracy_fp32"] for r in rows("final_policy") if r["lab"] == "top_p" and r["cell"] == cell]
-        for cell, said in _TOP_P.items()
+def _learned(lab: str, cells: dict[str, str]) -> dict[str, list[float]]:
+    return {
+        said: _in_order(over_seeds("final_policy", {"lab": lab, "cell": cell}, "accuracy_fp32"))
+        for cell, said in cells.items()
     }
+
+
+def top_p() -> Data:
     return {
         "accuracy as the run samples": _by_cell("top_p", _TOP_P, "final.reward/accuracy"),
-        "accuracy of its last weights without top-p": last,
+        "accuracy of its last weights without top-p": _learned("top_p", _TOP_P),
     }
 
 
@@ -479,13 +486,13 @@ def draw_top_p(data: Data) -> Figure:
 
 def centering() -> Data:
     return {
-        "accuracy as sampled, last ten steps": _by_cell("centering", _CENTERING, "final.reward/accuracy"),
-        "spread of the sequence log-ratio, mean": _by_cell("centering", _CENTERING, "final.mean gap/seq_log_ratio_std"),
+        "accuracy as the run samples": _by_cell("centering", _CENTERING, "final.reward/accuracy"),
+        "accuracy of its last weights in fp32": _learned("centering", _CENTERING),
     }
 
 
 def draw_centering(data: Data) -> Figure:
-    return _draw_cells(data, dict(zip(data, ((0.0, 1.03), (-0.1, 3.5)), strict=True)))
+    return _draw_cells(data, dict.fromkeys(data, (0.0, 1.03)))
 
 
 PLOTS: dict[str, tuple[Callable[[], Data], Callable[[Data], Figure]]] = {
