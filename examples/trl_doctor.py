@@ -1,7 +1,7 @@
 """TRL's GRPO trainer with the doctor beside it: a gate while it trains, and log-probs to look at afterwards.
 
 python examples/trl_doctor.py MODEL           # transformers' generate samples, TRL's default
-python examples/trl_doctor.py MODEL colocate  # vLLM in the trainer's process
+python examples/trl_doctor.py MODEL colocate  # vLLM in the trainer's process; on a GPU, as server
 python examples/trl_doctor.py MODEL server    # vLLM elsewhere: trl vllm-serve --model MODEL
 
 MODEL: a name on the Hugging Face hub or a folder. Then: mantissa doctor logps --out diagnosis

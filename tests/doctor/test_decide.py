@@ -20,6 +20,7 @@ from mantissa.doctor.consult import consult
 from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.examine import examine
 from mantissa.doctor.sides import Weights
+from mantissa.doctor.words import first_line
 from mantissa.model import Decoder, load_model
 
 
@@ -43,7 +44,10 @@ def made(family: doctor_strangers.Family) -> dict[str, Any]:
 
 def headline(sequences: list[Scored], model: Decoder, versions: dict[str, Weights] | None = None) -> str:
     dump = Dump("plain", Path("blind"), sequences, Settings(1.0, rollout_format="fp32", learner_format="fp32"))
-    return consult(dump, examine(dump), model, versions or {}).diagnosis.headline
+    found = consult(dump, examine(dump), model, versions or {}).diagnosis
+    assert not found.decided or first_line(found) == f"Something is wrong: {found.decided}."
+    assert not found.decided or found.decided in found.headline or "is not this model" in found.decided
+    return found.headline
 
 
 DECIDED = {

@@ -214,3 +214,63 @@ def test_files_that_are_no_files(tmp_path: Path) -> None:
     for name in ("pipe.sh", "long.sh", "none.sh", "."):
         with pytest.raises(MantissaError):
             read_given([str(tmp_path / name)], ())
+
+
+def test_a_command_in_quotes_and_what_is_printed(tmp_path: Path) -> None:
+    script = tmp_path / "slurm.sh"
+    script.write_text(
+        'echo "ds.param_dtype=fp32 is for GPUs alone" >&2\nprintf --rollout.temperature=3\n'
+        'srun bash -c "pip install x && python3 -m openrlhf.cli.train_ppo_ray --ds.param_dtype bf16"\n'
+    )
+    given = read_settings([str(script)])
+    assert whose(given, None) == "openrlhf"
+    assert given.settings == {"ds.param_dtype": "bf16"}
+
+
+def test_a_script_that_calls_another(tmp_path: Path) -> None:
+    (tmp_path / "base.sh").write_text("python -m skyrl.train.entrypoints.main_base trainer.strategy=fsdp a.b=1 $@\n")
+    script = tmp_path / "run.sh"
+    script.write_text('HERE="$(dirname "$0")"\nbash "$HERE/base.sh" a.b=2 generator.sampling_params.temperature=1.0\n')
+    found = read_settings([str(script)])
+    assert (found.settings["trainer.strategy"], found.settings["a.b"], found.partial) == ("fsdp", "2", False)
+    (tmp_path / "base.sh").write_text('bash "$HERE/run.sh" c.d=1\n')  # one another
+    assert read_settings([str(script)]).settings["c.d"] == "1"
+    (tmp_path / "base.sh").unlink()
+    found = read_settings([str(script), "trainer.algorithm.policy_loss_type=gspo"])
+    assert found.partial
+    assert "base.sh" in found.notes[0]
+
+
+def test_references_of_omegaconf(tmp_path: Path) -> None:
+    path = tmp_path / "grpo.yaml"
+    path.write_text(
+        "grpo: {a: 1}\npolicy:\n  precision: bfloat16\n  generation:\n    d: 4\n    vllm_cfg:\n"
+        "      precision: ${...precision}\n      b: ${.precision}\n      c: ${..d}\n"
+    )
+    settings = read_settings([str(path)]).settings
+    under = "policy.generation.vllm_cfg."
+    assert [settings[under + name] for name in ("precision", "b", "c")] == ["bfloat16", "bfloat16", "4"]
+    assert not checked(path).wrong
+    path.write_text(path.read_text().replace("bfloat16", "${oc.env:FORMAT}"))
+    assert not checked(path).wrong  # what is not known differs from nothing
+    path.write_text(path.read_text().replace("${...precision}", "float16").replace("${oc.env:FORMAT}", "bfloat16"))
+    assert "policy.precision" in verdicts(checked(path))
+
+
+def test_a_script_whose_settings_are_on_its_command_line(tmp_path: Path) -> None:
+    script = tmp_path / "grpo.py"
+    script.write_text("parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))\nx = parser.parse_args()\n")
+    with pytest.raises(MantissaError, match=r"takes GRPOConfig from its command line: give that too"):
+        checked(script)
+    found = checked(script, "fp16=true", "bf16=false")
+    assert (found.name, len(found.settings)) == ("trl", 2)
+    assert "not known" in settings_text(found)
+
+
+def test_verls_defaults_of_positions_and_its_reference(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("ENGINE=${1:-vllm}\necho 'ENGINE=trtllm is for GPUs'\npython3 -m verl.trainer.main_ppo "
+                      "model_engine=megatron actor_rollout_ref.rollout.name=$ENGINE "
+                      "actor_rollout_ref.ref.megatron.use_mbridge=True\n")  # fmt: skip
+    report = check_verl([str(script)])
+    assert not report.wrong

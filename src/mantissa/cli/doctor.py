@@ -69,6 +69,8 @@ def doctor(
     from mantissa.doctor.apart import Reading
 
     reading = Reading(source, framework)  # in a process of its own, while this one imports the rest
+    import scipy.special  # noqa: F401
+
     from mantissa.doctor.diagnosis import Verdict
     from mantissa.doctor.examine import examine
 
@@ -147,7 +149,7 @@ def _show(dump: Dump, diagnosis: Diagnosis, framework: str | None, explain: bool
     )
     if granted := inferred(dump, diagnosis, framework):
         console.print(Text(f"taken for granted: {'; '.join(granted)}", style="dim"))
-    if diagnosis.fault is not None:
+    if diagnosis.fault is not None and not diagnosis.decided:
         console.print(facts().faults[diagnosis.fault.name].means)
     if diagnosis.second is not None:
         console.print(facts().faults[diagnosis.second.name].means)

@@ -99,7 +99,8 @@ def decided(diagnosis: Diagnosis, found: Substitution, comes: Comes) -> Diagnosi
     first = max(causes, key=lambda each: each.share, default=None)
     if first is not None and first.share >= _MOST and (is_open(diagnosis) or first.fault):
         said = f"{Verdict.FAULT}: {first.name} makes {first.share:.0%} of the squared gap ({first.low:.0%} to "
-        return replace(diagnosis, verdict=Verdict.FAULT, headline=f"{said}{first.high:.0%})", remedies=first.remedies)
+        headline = f"{said}{first.high:.0%})"
+        return replace(diagnosis, verdict=Verdict.FAULT, headline=headline, remedies=first.remedies, decided=first.name)
     if comes.which is None or not is_open(diagnosis):
         return diagnosis
     at_fault: Which = "rollout" if comes.which == "learner" else "learner"
@@ -114,7 +115,7 @@ def decided(diagnosis: Diagnosis, found: Substitution, comes: Comes) -> Diagnosi
     headline = (
         f"{Verdict.FAULT} in the {at_fault}: the {comes.which}'s log-probs come back from this model ({kept}); {rest}"
     )
-    return replace(diagnosis, verdict=Verdict.FAULT, headline=headline)
+    return replace(diagnosis, verdict=Verdict.FAULT, headline=headline, decided=f"the {at_fault} is not this model")
 
 
 def sure(found: Substitution) -> bool:

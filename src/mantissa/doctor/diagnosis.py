@@ -77,6 +77,7 @@ class Diagnosis:
     """``fault``: the finding that explains the others, None unless the verdict is ``FAULT``. ``headline``: first line.
 
     ``second``: another fault, in what the first does not explain. ``remarks``: habits that explain little.
+    ``decided``: the cause that a model decided for, which log-probs alone left open.
     ``figures``: of the gap, by name (``runs.metrics``' words). ``unknown``: sentences on what could not be tested.
     """
 
@@ -92,6 +93,7 @@ class Diagnosis:
     notes: tuple[str, ...] = field(default_factory=tuple)
     second: Finding | None = None
     remarks: tuple[str, ...] = ()
+    decided: str = ""
 
 
 class DoctorConfig(Config):

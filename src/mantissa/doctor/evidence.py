@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +48,7 @@ class Evidence:
     there: Array
     zeros: Array
     clean: Tokens
+    shared: dict[str, Any] = field(init=False, default_factory=dict)  # what one test found and another needs
 
     @staticmethod
     def of(dump: Dump, usual: float) -> Evidence:
@@ -77,6 +79,23 @@ class Evidence:
         """bool [N]: tokens with 1 - p above ``CERTAIN``."""
         return self.clean.uncertain > CERTAIN
 
+    @cached_property
+    def begins(self) -> Array:
+        """int64 [S]: where each sequence's tokens begin among those of all sequences, one after another."""
+        lengths = np.array([len(each.tokens) for each in self.dump.sequences], dtype=np.int64)
+        return lengths.cumsum() - lengths
+
+    @cached_property
+    def texts(self) -> Array:
+        """int64: the tokens of all sequences, prompts included."""
+        return np.concatenate([each.tokens for each in self.dump.sequences])
+
+    @cached_property
+    def places(self) -> Array:
+        """int64 [N]: where in ``texts`` each compared token is."""
+        prompts = np.array([each.prompt_length for each in self.dump.sequences], dtype=np.int64)
+        return (self.begins + prompts)[self.clean.sequence] + self.clean.position
+
     def explained(self, rest_N: Array) -> float:
         """The share of sum d^2 that a hypothesis explains which leaves ``rest_N``.
 
@@ -94,20 +113,17 @@ class Evidence:
 
     def after(self, rest_N: Array) -> Dump:
         """The dump without what is explained: claimed tokens are not compared, others differ by the rest."""
-        t = self.clean
-        left = [
-            (each.rollout_logp.copy(), each.learner_logp.copy(), np.zeros_like(each.mask))
-            for each in self.dump.sequences
-        ]
-        y = np.minimum(t.x + rest_N, -1e-3)  # a log-prob still
-        for at in np.flatnonzero(~np.isnan(rest_N)):
-            rollout, learner, mask = left[t.sequence[at]]
-            rollout[t.position[at]], learner[t.position[at]] = min(y[at] - rest_N[at], -1e-6), y[at]
-            mask[t.position[at]] = True
-        changed = zip(self.dump.sequences, left, strict=True)
-        return replace(
-            self.dump, sequences=[replace(s, rollout_logp=x, learner_logp=y, mask=m) for s, (x, y, m) in changed]
-        )
+        t, whole, kept = self.clean, self.dump.sequences, ~np.isnan(rest_N)
+        ends = np.cumsum([len(each.mask) for each in whole])
+        begins = np.append(0, ends[:-1])
+        rollout, learner = (np.concatenate([getattr(each, f"{side}_logp") for each in whole]) for side in SIDES)
+        mask, at = np.zeros(len(rollout), dtype=bool), begins[t.sequence[kept]] + t.position[kept]
+        y = np.minimum(t.x + rest_N, -1e-3)[kept]  # a log-prob still
+        rollout[at], learner[at], mask[at] = np.minimum(y - rest_N[kept], -1e-6), y, True
+        cuts = zip(whole, begins.tolist(), ends.tolist(), strict=True)
+        return replace(self.dump, sequences=[
+            replace(each, rollout_logp=rollout[i:j], learner_logp=learner[i:j], mask=mask[i:j]) for each, i, j in cuts
+        ])  # fmt: skip
 
     @cached_property
     def _contexts(self) -> tuple[list[tuple[float, ...]], list[tuple[int, int, Array]]]:

@@ -14,7 +14,7 @@ from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.facts import Usual, coarser, facts, usual
 from mantissa.doctor.places import seen_in_a_quarter
-from mantissa.doctor.sample import FEWEST, Tokens
+from mantissa.doctor.sample import FEWEST, Tokens, different
 from mantissa.doctor.signatures import EXACT, SHAPES, causes, findings
 
 _NOTHING = 1e-5  # nats: below it nothing is to be done, whatever the formats
@@ -26,15 +26,15 @@ _BY_SIZE = ("experts", "half_logits")  # healthy where the whole gap is: remarks
 def examine(dump: Dump) -> Diagnosis:
     """Diagnose a dump from its numbers alone."""
     expected = usual(dump.settings)
-    every = findings(dump, expected.bound)
     evidence = Evidence.of(dump, expected.bound)
+    every = findings(evidence)
     figures = _figures(evidence.clean)
     size = next(finding for finding in every if finding.name == "too_large")
     large = [each for each in every if each.found and each.name == "too_large"]
     curve = max((each.share for each in every if each.name in ("temperature", "soft_cap") and each.tested), default=0.0)
     shapes = [each for each in every if each.found and each.name in SHAPES and curve < _CURVE]
     beyond = bool(large) or figures["u_rms"] > expected.bound
-    named = causes(dump, [each for each in every if beyond or each.name not in _BY_SIZE], expected.bound)
+    named = causes(evidence, [each for each in every if beyond or each.name not in _BY_SIZE])
     if named and named[0].name == "some_sequences" and shapes and shapes[0].name == "prompt":
         named = [named[0].or_else("prompt"), *named[1:]]  # a prompt's fault is of another size in each prompt
     if shapes and not named:
@@ -125,7 +125,7 @@ def _figures(tokens: Tokens) -> dict[str, Any]:
     clamped = np.clip(d, -20, 20)
     return {
         "tokens": len(d),
-        "sequences": len(np.unique(tokens.sequence)),
+        "sequences": different(tokens.sequence),
         "d_rms": float(np.sqrt(np.square(d).mean())),
         "u_rms": tokens.size,
         "d_mean": float(d.mean()),

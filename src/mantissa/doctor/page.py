@@ -67,7 +67,7 @@ def as_row(diagnosis: Diagnosis) -> dict[str, Any]:
 def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens, with_model: Sequence[Block]) -> list[Block]:
     f, table_of = diagnosis.figures, facts()
     rows: list[tuple[Any, ...]]
-    lines = [] if diagnosis.fault is None else [table_of.faults[diagnosis.fault.name].means]
+    lines = [] if diagnosis.fault is None or diagnosis.decided else [table_of.faults[diagnosis.fault.name].means]
     blocks = [
         block("h1", f"Doctor: {dump.path.name}"),
         block("sub", f"{f['tokens']:,} tokens of {f['sequences']:,} sequences, written by {dump.framework}. d = "

@@ -18,6 +18,7 @@ from mantissa.doctor.sample import (
     Array,
     Tokens,
     detectable_beyond,
+    different,
     rms_ratio,
     sums_by,
     tested,
@@ -33,7 +34,7 @@ def edge(name: str, place: str) -> Test:
     def test(e: Evidence, tests: int) -> Finding:
         t = e.clean.telling
         at = (t.left if name == "end_token" else t.position) == 0
-        if min(len(np.unique(t.unit[at])), len(np.unique(t.unit[~at]))) < FEWEST:
+        if min(different(t.unit[at]), different(t.unit[~at])) < FEWEST:
             return untested(name, f"fewer than {FEWEST} sequences have an uncertain {place} token and others")
         square = t.u**2
         sums = sums_by(t.unit, square * at, at, square * ~at, ~at)
@@ -96,7 +97,8 @@ def onset(e: Evidence, tests: int) -> Finding:
 
 def _step(place: Array, square: Array) -> tuple[float, int]:
     """(gain in log-likelihood, position) of the best step; minus infinity where none has thirty tokens on each side."""
-    order = np.argsort(place, kind="stable")
+    small = place.max(initial=0) < 1 << 16  # numbers so small are sorted without being compared
+    order = np.argsort(place.astype(np.uint16) if small else place, kind="stable")
     sums, p = np.cumsum(square[order]), place[order]
     total, count = sums[-1], len(p)
     cuts = np.flatnonzero(np.diff(p)) + 1
@@ -123,7 +125,7 @@ def experts(e: Evidence, tests: int) -> Finding:
     far = (np.abs(t.u) > 4 * e.usual) & (np.abs(t.d) > 2 * e.usual)
     count, expected = int(far.sum()), 1e-4 * len(t.u)
     least = next(k for k in range(1, len(t.u) + 2) if pdtrc(k - 1, expected) < LEVEL / tests)
-    spread = len(np.unique(t.sequence[far])) / max(1, count)
+    spread = different(t.sequence[far]) / max(1, count)
     rest = t.where(np.abs(t.u) <= 4 * e.usual)  # nearly certain tokens that flip are far in u and not in d
     said = f"{count} of {len(t.u):,} uncertain tokens are far beyond the others, whose size of u is {rest.size:.2g}"
     told = _flipped(e.dump)
@@ -159,7 +161,7 @@ def stale(e: Evidence, tests: int) -> Finding:
     t = e.clean.telling
     lag = lags[t.sequence]
     fresh, old = lag == lag.min(initial=0), lag > lag.min(initial=0)
-    counts = [len(np.unique(t.sequence[part])) for part in (fresh, old)]
+    counts = [different(t.sequence[part]) for part in (fresh, old)]
     if min(counts) < FEWEST:
         return untested(
             "stale", f"{counts[0]} sequences of the newest weights and {counts[1]} of older; 8 of each at least"
@@ -187,7 +189,7 @@ def after_sync(e: Evidence, tests: int) -> Finding:
     version = np.array(versions)[t.sequence]
     best: tuple[float, int] = (-np.inf, 0)
     for first in sorted(set(version.tolist()))[1:]:
-        counts = [len(np.unique(t.sequence[part])) for part in (version < first, version >= first)]
+        counts = [different(t.sequence[part]) for part in (version < first, version >= first)]
         if min(counts) >= FEWEST:
             ratio = t.where(version >= first).size / max(t.where(version < first).size, 1e-9)
             best = max(best, (ratio, first))
@@ -319,7 +321,7 @@ def padding(e: Evidence, tests: int) -> Finding:
     from scipy.special import gammaln
 
     t = e.clean.telling
-    numbers = np.unique(t.sequence)
+    numbers = np.flatnonzero(np.bincount(t.sequence))
     prompts = np.array([each.prompt_length for each in e.dump.sequences])[numbers]
     longest = prompts == prompts.max(initial=0)
     if len(np.unique(prompts)) < 4 or longest.sum() < 2 or longest.mean() > 0.5:
@@ -341,16 +343,9 @@ def padding(e: Evidence, tests: int) -> Finding:
 def repetition(e: Evidence, tests: int) -> Finding:
     """Tokens that stood in the sequence before are less likely on one side, all others a little more likely."""
     t = e.clean
-    seen = np.zeros(len(t.x), dtype=bool)
-    for number, each in enumerate(e.dump.sequences):
-        first, last = np.searchsorted(t.sequence, [number, number + 1])
-        if first < last:
-            known, fresh = np.unique(each.tokens, return_index=True)
-            own = each.tokens[each.prompt_length + t.position[first:last]]
-            seen[first:last] = fresh[np.searchsorted(known, own)] < each.prompt_length + t.position[first:last]
-    keep = e.telling
+    seen, keep = _repeated(e.texts, e.begins)[e.places], e.telling
     s, d, u = seen[keep], t.d[keep], t.u[keep]
-    if min(len(np.unique(t.unit[keep][s])), len(np.unique(t.unit[keep][~s]))) < FEWEST or s.sum() < 20:
+    if min(different(t.unit[keep][s]), different(t.unit[keep][~s])) < FEWEST or s.sum() < 20:
         return untested("repetition", "too few tokens had stood in their sequence before")
     sign = 1.0 if d[s].sum() > d[~s].sum() else -1.0
     means = sums_by(t.unit[keep], sign * d * s, np.abs(d) * s, sign * d * ~s, np.abs(d) * ~s)
@@ -370,6 +365,25 @@ def repetition(e: Evidence, tests: int) -> Finding:
                     detectable=0.5, rest=rest)  # fmt: skip
 
 
+def _repeated(tokens: Array, begins: Array) -> Array:
+    """bool, for each token: whether it stood in its sequence before. Sequences lie one after another from ``begins``.
+
+    Of (sequence, token, place) in one whole number each, sorted, the first of each sequence and token is new.
+    """
+    seen = np.ones(len(tokens), dtype=bool)
+    ends = np.append(begins[1:], len(tokens))
+    place_bits, token_bits = (int(most).bit_length() for most in (len(tokens), tokens.max(initial=0)))
+    most = 1 << max(0, 63 - place_bits - token_bits)  # sequences whose numbers still fit
+    for first in range(0, len(begins), most):
+        start, end = begins[first], ends[min(first + most, len(begins)) - 1]
+        number = np.repeat(np.arange(len(begins[first : first + most])), (ends - begins)[first : first + most])
+        key = (number << token_bits | tokens[start:end]) << place_bits | np.arange(end - start)
+        key.sort()
+        new = np.diff(key >> place_bits, prepend=-1) != 0
+        seen[start + (key[new] & ((1 << place_bits) - 1))] = False
+    return seen
+
+
 def position(e: Evidence, tests: int) -> Finding:
     """|u| in the last third of the longest sequences against the first third, where the last is beyond the usual."""
     t = e.clean.telling
@@ -377,7 +391,7 @@ def position(e: Evidence, tests: int) -> Finding:
     if longest < 24:
         return untested("position", f"responses of at most {longest} tokens are too short to see growth; 24 at least")
     early, late = t.position < longest / 3, t.position >= 2 * longest / 3
-    if min(len(np.unique(t.unit[part])) for part in (early, late)) < FEWEST:
+    if min(different(t.unit[part]) for part in (early, late)) < FEWEST:
         return untested("position", "fewer than 8 sequences reach the last third of the longest")
     square = t.u**2
     found = tested(

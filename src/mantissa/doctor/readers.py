@@ -133,6 +133,7 @@ def _read_file(path: Path, framework: str | None) -> tuple[str, list[Scored], Se
         raise MantissaError(f"{path}: unknown ending {path.suffix!r}; expected .jsonl, .parquet, .pt or .pkl")
     rows = read_rows(path, _LINE) if path.suffix == ".jsonl" else _parquet_rows(path)
     whose, settings, sequences, tokens, writer = framework, None, [], 0, None
+    before: tuple[Any, ...] = ()  # what the row before said of settings
     for line, row in enumerate(rows, start=1):
         where = f"{path}, {'line' if path.suffix == '.jsonl' else 'row'} {line}"
         with boundary(where, "leave the line out, or write the file again"):
@@ -145,8 +146,10 @@ def _read_file(path: Path, framework: str | None) -> tuple[str, list[Scored], Se
             if missing:
                 raise MantissaError(f"{where}: no field {', '.join(sorted(missing))}, as {whose} writes; {_HINT}")
             found = _READERS[whose](where, row)
-            how = Settings(**{name: row[name] for name in _SETTINGS if row.get(name) is not None and whose == "plain"})
-            settings = how if settings is None else _agreed(settings, how)
+            says = tuple(map(row.get, _SETTINGS)) if whose == "plain" else ()
+            if settings is None or says != before:
+                how = Settings(**{name: each for name, each in zip(_SETTINGS, says, strict=False) if each is not None})
+                settings, before = how if settings is None else _agreed(settings, how), says
             writer = row.get("framework", whose) if whose == "plain" else whose
             sequences.append(found)
             tokens += len(found.rollout_logp)
@@ -183,6 +186,8 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
 
 def _array(where: str, name: str, values: Any) -> np.ndarray:
     """Numbers, whatever holds them, as float64 (ids keep their value up to 2^53); None becomes NaN."""
+    if type(values) is list and values and set(map(type, values)) <= {int, float}:
+        return np.array(values, dtype=np.float64)
     values = getattr(values, "array", values)
     if isinstance(values, np.ndarray):
         if values.ndim != 1 or values.dtype.kind not in "fiub":
@@ -215,6 +220,8 @@ def _describe(value: Any) -> str:
 
 
 def _ids(where: str, name: str, values: Any) -> np.ndarray:
+    if type(values) is list and set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= _LARGEST_TOKEN:
+        return np.array(values, dtype=np.int64)
     ids = _array(where, name, values)
     if len(ids) and not (np.all(ids == np.floor(ids)) and ids.min() >= 0 and ids.max() <= _LARGEST_TOKEN):
         raise MantissaError(f"{where}: {name} holds what is no token's id; expected whole numbers from 0 on")
@@ -225,6 +232,8 @@ def _logp(where: str, name: str, values: Any, length: int) -> np.ndarray:
     logp = _array(where, name, values)
     if len(logp) != length:
         raise MantissaError(f"{where}: {name} has {len(logp)} values for {length} tokens; the two must fit")
+    if length and logp.min() >= -LARGEST_FLOAT and logp.max() <= LARGEST_FLOAT:  # no NaN either
+        return logp
     return np.where(np.abs(logp) <= LARGEST_FLOAT, logp, np.nan)
 
 
@@ -241,6 +250,8 @@ def _count(where: str, row: Row, name: str, default: int | None = None) -> int |
     value = row.get(name)
     if type(value) is int and 0 <= value <= 2**53:
         return value
+    if value is None:
+        return default
     value = getattr(value, "array", value)
     if isinstance(value, list | np.ndarray) and np.size(value) == 1:
         value = np.asarray(value).reshape(-1)[0].item()

@@ -15,7 +15,18 @@ import numpy as np
 
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence, few, found_as, untested
-from mantissa.doctor.sample import FEWEST, LEVEL, Array, Tested, Tokens, detectable_beyond, sums_by, tested
+from mantissa.doctor.sample import (
+    FEWEST,
+    LEVEL,
+    Array,
+    Tested,
+    Tokens,
+    detectable_beyond,
+    different,
+    ranked,
+    sums_by,
+    tested,
+)
 
 # What is no sign, where the gap is of a healthy size, and where it is larger than that and only its kind is asked for.
 _LIKENESS = (0.03, 0.01)  # correlation of u over the same token: rounding has up to 0.02
@@ -38,9 +49,7 @@ def weights(e: Evidence, tests: int) -> Finding:
     if any(s.learner_version is not None and s.rollout_version not in (None, s.learner_version)
            for s in e.dump.sequences):  # fmt: skip
         return untested("weights", "the dump says that other weights sampled: that is no news")
-    token = np.array([e.dump.sequences[s].tokens[e.dump.sequences[s].prompt_length + at]
-                      for s, at in zip(t.sequence.tolist(), t.position.tolist(), strict=True)])  # fmt: skip
-    beyond = e.too_large(t, tests).p
+    token, beyond = e.texts[e.places[e.telling]], e.too_large(t, tests).p
     found, pairs = _likeness(token, t, _levelled(t), _LIKENESS[beyond < LEVEL / tests], tests)
     if pairs < 100:
         return untested("weights", f"{pairs} pairs of one token in two prompts; 100 at least")
@@ -69,9 +78,13 @@ def _levelled(t: Tokens) -> Array:
 
 def _likeness(key: Array, t: Tokens, u: Array, bound: float, tests: int) -> tuple[Tested, int]:
     """The jackknife's test of r (``weights``), and how many pairs it is of."""
-    key, unit = (np.unique(column, return_inverse=True)[1] for column in (key, t.unit))
-    cells, cell = np.unique(key * (unit.max() + 1) + unit, return_inverse=True)
-    of_key, of_unit = np.divmod(cells, unit.max() + 1)
+    key, unit = (ranked(column, int(column.max())) for column in (key, t.unit))
+    units = int(unit.max()) + 1
+    number = key * units + unit
+    cell = ranked(number, int(number.max()))
+    cells = np.empty(int(cell.max()) + 1, dtype=np.int64)
+    cells[cell] = number
+    of_key, of_unit = np.divmod(cells, units)
     total, count, square = (np.bincount(cell, column) for column in (u, np.ones_like(u), u**2))
 
     def sums(keep: Array) -> tuple[float, float, int]:
@@ -82,7 +95,7 @@ def _likeness(key: Array, t: Tokens, u: Array, bound: float, tests: int) -> tupl
         mean = float(square[keep].sum() / max(n.sum(), 1))
         return float((w * cross).sum()), float((w * pairs).sum()) * mean, int(pairs.sum())
 
-    parts = min(int(unit.max()) + 1, 64)  # thousands of units, left out one at a time, would take a second each
+    parts = min(units, 64)  # thousands of units, left out one at a time, would take a second each
     cross, known, pairs = sums(np.ones(len(cells), dtype=bool))
     left = np.array([sums(of_unit % parts != part)[:2] for part in range(parts)])
     without = left[:, 0] / np.maximum(left[:, 1], 1e-30)
@@ -106,7 +119,7 @@ def _faded(e: Evidence, bound: float, tests: int) -> Tested | None:
     t = e.clean.telling
     longest = t.position.max(initial=0) + 1
     early, late = t.position < max(longest / 8, 3), t.position >= longest / 2
-    if longest < 12 or min(len(np.unique(t.unit[part])) for part in (early, late)) < FEWEST:
+    if longest < 12 or min(different(t.unit[part]) for part in (early, late)) < FEWEST:
         return None
     size = np.minimum(np.abs(t.u), _TAIL * float(np.sqrt(np.square(t.u).mean())))
 

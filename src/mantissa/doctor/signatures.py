@@ -17,7 +17,6 @@ import numpy as np
 
 from mantissa.doctor import places, shape, values
 from mantissa.doctor.diagnosis import Finding
-from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence, Test, untested
 from mantissa.doctor.sample import FEWEST, LEVEL
 
@@ -82,16 +81,12 @@ _LAWS = ("units", "support", "temperature", "soft_cap", "repetition")
 _WITHOUT_BOTH = (*EXACT, "coarse_logprobs")
 
 
-def findings(dump: Dump, usual: float) -> list[Finding]:
+def findings(evidence: Evidence) -> list[Finding]:
     """Every signature's finding, in the order of ``SIGNATURES``.
 
     That anything is wrong is found at ``LEVEL`` over all tests together (Bonferroni: the smallest p, times their
     number). Only then is it named: whatever is below ``LEVEL`` by itself is found.
     """
-    return _seen(Evidence.of(dump, usual))
-
-
-def _seen(evidence: Evidence) -> list[Finding]:
     scored = _WITHOUT_BOTH if len(evidence.all.x) else ()
     results = [
         test(evidence, len(SIGNATURES))
@@ -110,7 +105,7 @@ def _share(evidence: Evidence, finding: Finding) -> float:
     return 0.0 if finding.rest is None or not finding.tested else evidence.explained(finding.rest)
 
 
-def causes(dump: Dump, every: Sequence[Finding], usual: float) -> list[Finding]:
+def causes(evidence: Evidence, every: Sequence[Finding]) -> list[Finding]:
     """The findings that make the verdict: none, one, or two, where another explains what the first leaves.
 
     Two that explain enough together are two faults where neither would be enough alone.
@@ -118,28 +113,27 @@ def causes(dump: Dump, every: Sequence[Finding], usual: float) -> list[Finding]:
     exact = [each for each in every if each.found and each.name in EXACT]
     first = cause_of(every) or cause_of(every, LITTLE)
     if not exact and (first is None or first.name == "nondeterministic"):
-        both = _law_and_place(dump, usual)
+        both = _law_and_place(evidence)
         if both:
             return both
     if first is None or first.rest is None or first.name in EXACT:
         return (exact or ([first] if first else []))[:2]
     if any(each.name == "not_logprobs" for each in exact):
         return exact[:1]
-    evidence = Evidence.of(dump, usual)
-    second, part = _second(evidence, first, usual)
+    second, part = _second(evidence, first)
     found = [*exact, first, *([second] if second is not None else [])]
     enough = cause_of(every) is not None or first.share + part >= _TOGETHER
     return found[:2] if enough else exact
 
 
-def _second(evidence: Evidence, first: Finding, usual: float) -> tuple[Finding | None, float]:
+def _second(evidence: Evidence, first: Finding) -> tuple[Finding | None, float]:
     """Another fault, of another place, in what ``first`` leaves; and the share of the whole that it explains."""
-    after = evidence.after(first.rest)
+    after, usual = evidence.after(first.rest), evidence.usual
     left = Evidence.of(after, usual)
     if first.name not in _PLACES and len(left.clean.telling.u):
         # What a law leaves is larger than noise, and no second fault.
         left = Evidence.of(after, max(usual, 4 * float(np.median(np.abs(left.clean.telling.u)))))
-    second = cause_of(_seen(left))
+    second = cause_of(findings(left))
     if second is None or second.name not in _PLACES or second.name == first.name:
         return None, 0.0
     total = max(float(np.square(evidence.clean.d).sum()), 1e-30)
@@ -147,14 +141,13 @@ def _second(evidence: Evidence, first: Finding, usual: float) -> tuple[Finding |
     return (second, part) if part > _SECOND else (None, 0.0)
 
 
-def _law_and_place(dump: Dump, usual: float) -> list[Finding]:
+def _law_and_place(whole: Evidence) -> list[Finding]:
     """A law of all sequences and another fault in some of them, where each hides the other; else nothing.
 
     The law's curve is the median of d among tokens of like log-prob, which some sequences hardly move. What it leaves
     shows which sequences are of two kinds; and without those, the law is tested as any.
     """
-    whole = Evidence.of(dump, usual)
-    t = whole.clean
+    dump, usual, t = whole.dump, whole.usual, whole.clean
     if t.telling.units < 4 * FEWEST:
         return []
     m = (t.x + t.y) / 2
@@ -168,7 +161,7 @@ def _law_and_place(dump: Dump, usual: float) -> list[Finding]:
         return []
     odd = set(np.unique(t.sequence[np.isnan(found.rest)]).tolist())
     rest = replace(dump, sequences=[each for place, each in enumerate(dump.sequences) if place not in odd])
-    law = cause_of(findings(rest, usual))
+    law = cause_of(findings(Evidence.of(rest, usual)))
     return [law, replace(found, found=True, share=0.0)] if law is not None and law.name in _LAWS else []
 
 

@@ -16,7 +16,19 @@ import numpy as np
 
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import SIDES, Evidence, few, found_as, untested
-from mantissa.doctor.sample import CERTAIN, FEWEST, LEVEL, POWER, Array, Tested, Tokens, grid_of, sums_by, tested
+from mantissa.doctor.sample import (
+    CERTAIN,
+    FEWEST,
+    LEVEL,
+    POWER,
+    Array,
+    Tested,
+    Tokens,
+    different,
+    grid_of,
+    sums_by,
+    tested,
+)
 
 _SHIFTS = (-2, -1, 1, 2)
 _UNITS = {"base 2": 1 / np.log(2), "base 10": 1 / np.log(10)}
@@ -129,8 +141,8 @@ def units(e: Evidence, tests: int) -> Finding:
 
     t = e.clean
     known = (t.x < -0.5) & (t.y < -0.1)
-    if len(np.unique(t.unit[known])) < FEWEST:
-        return few("units", len(np.unique(t.unit[known])))
+    if different(t.unit[known]) < FEWEST:
+        return few("units", different(t.unit[known]))
     ratio = t.y[known] / t.x[known]
     c = float(np.median(ratio))
     near_N = np.abs(t.y - c * t.x) < 0.02 * np.abs(t.y) + 4 * e.usual * np.minimum(1, t.uncertain)
@@ -152,23 +164,24 @@ def shift(e: Evidence, tests: int) -> Finding:
     if t.units < FEWEST:
         return few("shift", t.units)
     best, at, floor = None, 0, e.usual / 4  # a healthy gap's own size, or its few large tokens would be the error
-    rest = t.d
+    rest, error, far = t.d, np.minimum(np.abs(t.u), _CAP), dict[int, Array]()
     for k in _SHIFTS:
         one, other = (slice(None, -k), slice(k, None)) if k > 0 else (slice(-k, None), slice(None, k))
-        same = (t.sequence[one] == t.sequence[other]) & (t.position[other] - t.position[one] == k)
-        # where x is at ``one`` and y at ``other``, compared with y at x's own place
-        moved = Tokens(t.x[one], t.y[other], *(getattr(t, n)[one] for n in ("sequence", "unit", "position", "left")))
-        moved, own = moved.where(same), t.where(np.arange(len(t.x)))
-        own = Tokens(*(getattr(t, n)[one] for n in ("x", "y", "sequence", "unit", "position", "left"))).where(same)
-        if moved.units < FEWEST:
+        if -k not in far:  # two tokens are as far apart there and back
+            far[k] = (t.sequence[one] == t.sequence[other]) & (t.position[other] - t.position[one] == k)
+        same = far[k] if k in far else far[-k]
+        unit = t.unit[one][same]
+        if different(unit) < FEWEST:
             continue
-        columns = [np.minimum(np.abs(each.u), _CAP) for each in (own, moved)] + [np.ones_like(own.u)]
-        found = tested(sums_by(moved.unit, *columns), lambda s: np.log(s[..., 0] / (s[..., 1] + floor * s[..., 2])),
+        # where x is at ``one`` and y at ``other``, compared with y at x's own place
+        moved = Tokens(t.x[one][same], t.y[other][same], *(t.unit[:0],) * 4)
+        columns = error[one][same], np.minimum(np.abs(moved.u), _CAP), np.ones(len(unit))
+        found = tested(sums_by(unit, *columns), lambda s: np.log(s[..., 0] / (s[..., 1] + floor * s[..., 2])),
                        float(np.log(2)), tests * len(_SHIFTS))  # fmt: skip
         if best is None or found.value > best.value:
             best, at = found, k
             rest = np.full(len(t.x), np.nan)
-            rest[np.arange(len(t.x))[one][same]] = moved.d
+            rest[one][same] = moved.d
     if best is None:
         return untested("shift", "sequences of one token cannot be shifted")
     times = float(np.exp(min(best.value, 50.0)))
@@ -311,9 +324,19 @@ class _Pairs:
         self.ordered = float((self.dx[firm] * self.dy[firm] > 0).mean()) if firm.any() else 0.0
 
 
-def _scaled(e: Evidence, tests: int) -> tuple[str, Tested, float, str, Array]:
+_Scaled = tuple[str, Tested, float, str, Array]
+
+
+def _scaled(e: Evidence, tests: int) -> _Scaled:
     """Which of ``temperature``, ``soft_cap``, ``either`` or nothing scales the log-probs; its test, the ratio, what the
     line explains in words, and what is left."""
+    if "scaled" not in e.shared:
+        e.shared["scaled"] = _how_scaled(e, tests)
+    found: _Scaled = e.shared["scaled"]
+    return found
+
+
+def _how_scaled(e: Evidence, tests: int) -> _Scaled:
     whole = e.clean.telling
     t = whole.where((whole.left > 0) & (whole.position > 0))
     m, all_m = (t.x + t.y) / 2, (e.clean.x + e.clean.y) / 2

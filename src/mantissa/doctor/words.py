@@ -10,6 +10,8 @@ from mantissa.doctor.facts import coarser, facts
 def first_line(found: Diagnosis) -> str:
     """One sentence; the figures are the headline's."""
     f = found.figures
+    if found.decided:
+        return f"Something is wrong: {found.decided}."
     if found.verdict is Verdict.HEALTHY:
         return (
             "Healthy: the two sides differ by rounding alone." if f["abs_d_max"] else "Healthy: both sides are equal."

@@ -16,6 +16,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -46,9 +47,10 @@ _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
 _CONFIG_NAME = re.compile(r"--config-name(?:=(.*))?")
 _COMMENT = re.compile(r"(^|\s)#[^\n]*", re.M)
 _ENDS_ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\s*\Z")
+_PRINTS = ("echo", "printf")
 _DEEPEST, _LONGEST = 4, 100_000
 _SUCH_AS = "actor_rollout_ref.rollout.dtype=float16"
-_USE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?[-=]([^{}]*))?\}|\$([A-Za-z_]\w*)")
+_USE = re.compile(r"\$\{([A-Za-z_]\w*|\d+)(?::?[-=]([^{}]*))?\}|\$([A-Za-z_]\w*)")
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,12 @@ def _split(path: Path) -> list[str]:
     if _ENDS_ESCAPED.search(text):  # a last line that was to go on, with nothing after it
         text = text.rstrip()[:-1]
     try:
-        return shlex.split(text)
+        words = shlex.split(text)
+        inner = [shlex.split(word) if before == "-c" else [word] for before, word in pairwise(["", *words])]
     except ValueError as error:
         raise MantissaError(f"{path}: cannot be read as a shell script: {error}") from None
+    # What is printed sets nothing; what is given to bash -c is a script too.
+    return [word for each, before in zip(inner, ["", *words], strict=False) if before not in _PRINTS for word in each]
 
 
 def _found(words: list[str], script: bool) -> Words:

@@ -28,6 +28,8 @@ _CONFIG = Limits(400_000, 2_000, 20_000)
 _PAIR = re.compile(r"(?:--)?(\+\+|\+|~)?([A-Za-z_][\w/@-]*(?:\.[\w@/-]+)*)=(.*)", re.S)
 _FLAG = re.compile(r"--([A-Za-z][\w.-]*)")
 _USE = re.compile(r"\$\{([\w.]+)\}")
+_CALLS = ("bash", "sh", "source", ".", "exec")
+_PARSERS = ("TrlParser", "HfArgumentParser")
 _NAMES_A_CONFIG = ("config", "config-path", "config_path")
 _VERL = {"words": ["verl.trainer.main_ppo", "verl.trainer"], "keys": ["actor_rollout_ref"]}
 
@@ -69,9 +71,10 @@ def read_given(arguments: Sequence[str], classes: Sequence[str]) -> Given:
             what = f"no call of {' or '.join(classes)} in it" if path.suffix == ".py" else "it sets nothing"
             raise MantissaError(f"{argument}: {what}; expected a script or a configuration of a training")
     if not found.settings:
-        raise MantissaError(f"{' '.join(arguments)}: no setting in it; expected key=value, --key value or YAML")
+        said = "; ".join(found.notes) or "expected key=value, --key value or YAML"
+        raise MantissaError(f"{' '.join(arguments)}: no setting in it; {said}")
     for key, value in list(found.settings.items()):
-        found.settings[key] = _put_in(value, found.settings)
+        found.settings[key] = _put_in(key, value, found.settings)
     return found
 
 
@@ -129,19 +132,33 @@ def plain(value: object) -> str:
     return {"True": "true", "False": "false", "None": "null", "": "null", "~": "null"}.get(text, text)
 
 
-def _put_in(value: str, settings: Mapping[str, str]) -> str:
-    """``${other.key}`` replaced where that key is given, a few levels deep."""
+def _put_in(key: str, value: str, settings: Mapping[str, str]) -> str:
+    """``${other.key}`` replaced where that key is given, a few levels deep; OmegaConf's ``${..x}``: x one level up."""
     for _ in range(4):
         named = _USE.fullmatch(value)
-        if not named or named[1] not in settings:
+        if not named:
             break
-        value = settings[named[1]]
+        up = len(named[1]) - len(named[1].lstrip("."))
+        above = key.split(".")[:-up] if up else []
+        other = ".".join([*above, named[1].lstrip(".")])
+        if other not in settings:
+            break
+        key, value = other, settings[other]
     return value
 
 
-def _read_shell(path: Path, found: Given) -> None:
+def _read_shell(path: Path, found: Given, inside: tuple[Path, ...] = ()) -> None:
+    """``inside``: the scripts that call this one, which is read before them."""
     words = script_words(path)
     named = list(itertools.pairwise([*words, ""]))
+    for before, word in itertools.pairwise(["", *words]):
+        if word.endswith(".sh") and before in _CALLS and word != path.name:
+            beside = path.parent / Path(word).name
+            if regular_file(beside) and beside not in (path, *inside) and len(inside) < _DEEPEST:
+                _read_shell(beside, found, (path, *inside))
+            else:
+                found.partial = True
+                found.notes.append(f"{word}, which {path.name} calls, was not found beside it: give it before")
     for word, following in named:
         option, equals, value = word.lstrip("-").partition("=")
         if word.startswith("--") and option in _NAMES_A_CONFIG:
@@ -179,6 +196,13 @@ def _read_python(path: Path, found: Given, classes: Sequence[str]) -> None:
         if isinstance(node, ast.Call) and called in classes:
             found.words.append(called)
             _keywords(node.keywords, "", constants, found, called)
+    parsed = [name.id for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node.func) in _PARSERS
+              for name in ast.walk(node) if isinstance(name, ast.Name) and name.id in classes]  # fmt: skip
+    if parsed and not any(word in parsed for word in found.words):
+        found.words += parsed[:1]
+        found.partial = True
+        found.notes.append(f"{path.name} takes {parsed[0]} from its command line: give that too, as KEY=VALUE or as "
+                           "the shell script or YAML that it stands in")  # fmt: skip
 
 
 def _called(function: ast.expr) -> str:

@@ -177,7 +177,7 @@ def _judged(key: str, given: Given, framework: Framework, values: Mapping[str, s
     fact = framework.keys.get(covers[0])
     if fact is None:
         return None
-    if fact.values and value != "null" and not any(_same(value, each) for each in fact.values):
+    if fact.values and value != "null" and "$" not in value and not any(_same(value, each) for each in fact.values):
         return Judged(key, value, "wrong value", f"expected one of {', '.join(fact.values)}", fact.read)
     return Judged(key, value, "takes effect", fact.what, fact.read)
 
@@ -203,7 +203,7 @@ def _value(key: str, given: Given, framework: Framework) -> str:
     settings = given.settings
     for _ in range(4):
         if key in settings:
-            return settings[key]
+            return _UNKNOWN if "$" in settings[key] else settings[key]  # a variable that is given elsewhere
         below = [f"{each.removeprefix(key + '.')}={value}" for each, value in settings.items()
                  if each.startswith(key + ".")]  # fmt: skip
         if below:

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hostile import attempt
-from mantissa.base.readers.yaml import RECORDED, read_yaml
+from mantissa.base.errors import MantissaError
+from mantissa.base.readers.yaml import RECORDED, parse_yaml, read_yaml
 from mantissa.doctor.runs import read_run
 from mantissa.genesis.evolution.programs import read_tasks
 from mantissa.runs.directory import RunDirectory
@@ -37,3 +39,33 @@ def test_few_lines_that_stand_for_many_are_one_error(reader: str, text: str, tmp
 def test_shipped_tables_alone_are_read_without_limits() -> None:
     shipped = [path for path in SOURCE.rglob("*.py") if "read_shipped(" in path.read_text()]
     assert {path.name for path in shipped} == {"yaml.py", "facts.py", "profiles.py"}
+
+
+MERGED = [
+    "a: &x {k: 1, j: 2}\nb:\n  <<: *x\n  k: 3\n",
+    "a: &x {k: 1}\nb: &y\n  <<: *x\n  k: 2\nc:\n  <<: [*y, *x]\n  z: 1\n",
+    "policy: &p\n  x: 1\n  y: {z: 2}\nteacher:\n  <<: *p\n  y: {z: 3}\n",
+    "a: {'<<': 1}",
+]
+
+
+@pytest.mark.parametrize("text", MERGED, ids=range(len(MERGED)))
+def test_merged_mappings_are_those_of_pyyaml(text: str) -> None:
+    assert parse_yaml(text, "here") == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("<<: 3", "expected a mapping"), ("a: &x {k: 1, k: 2}\nb: {<<: *x}", "'k' is given twice"),
+     ("a: {k: 1}\nb: {<<: {k: 2}, j: 1, j: 2}", "'j' is given twice"), ("a: &x\n  <<: *x\n", "inside of")],
+    ids=["no mapping", "twice in the base", "twice beside it", "itself"],
+)  # fmt: skip
+def test_merges_that_are_refused(text: str, said: str) -> None:
+    with pytest.raises(MantissaError, match=said):
+        parse_yaml(text, "here")
+
+
+def test_merges_do_not_grow_beyond_the_limit() -> None:
+    levels = "".join(f"a{n}: &a{n}\n  <<: [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9))
+    with pytest.raises(MantissaError, match="more than"):
+        parse_yaml("a0: &a0 {k: 1}\n" + levels, "here")

@@ -24,6 +24,7 @@ ROW = Limits(64 << 20, 100, 20_000_000)
 # What a program printed or a test expects: whole numbers as long as Python itself reads them.
 VALUE = Limits(64 << 20, 100, 20_000_000, digits=4300)
 _LARGEST_FILE = 4 << 30  # of rows
+_AS_ZEROS = bytes(ord("0") if byte in b"0123456789" else ord(" ") for byte in range(256))
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -47,11 +48,10 @@ def parse_json(text: str | bytes, limits: Limits = DOCUMENT) -> Any:
 
 
 def _has_run(text: str, digits: int) -> bool:
-    """Whether so many digits stand in a row. A sixteenth of them is looked at first, and mostly alone."""
-    few, step = digits // 16, 16
-    if few > 4 and not re.search(rf"\d{{{few}}}", text[::step]):
+    """Whether so many digits stand in a row. A quarter of the text is looked at first, and mostly alone."""
+    if b"0" * (digits // 4) not in text[::4].encode(errors="replace").translate(_AS_ZEROS):
         return False
-    return re.search(rf"\d{{{digits}}}", text) is not None
+    return re.search(rf"[0-9]{{{digits}}}", text) is not None
 
 
 def as_json(value: Any) -> Any:

@@ -15,10 +15,15 @@ from mantissa.base.readers.limits import Limits
 
 WRITTEN = Limits(20_000, 200, 5_000)  # by a person: a recipe, a lab, an override
 RECORDED = Limits(200_000, 5_000, 50_000)  # by a program, or a table of tests
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 class _Loader(yaml.SafeLoader):
     """YAML as people write it: ``1e-3`` is a number (YAML 1.1 wants ``1.0e-3``), and a key given twice is an error."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._whole = set[int]()  # mappings that have been looked through
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -32,9 +37,12 @@ class _Loader(yaml.SafeLoader):
             kind, text = node.tag.rpartition(":")[2], str(node.value)[:60]
             raise MantissaError(f"line {node.start_mark.line + 1}: {text!r} is no {kind}") from None
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
-        keys = [self.construct_object(key, deep=True) for key, _ in pairs]
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Put in what ``<<`` names, once; keys are counted before, since an own key replaces one that is put in."""
+        if id(node) in self._whole:
+            return
+        self._whole.add(id(node))
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != _MERGE]
         seen = set()
         for key in keys:
             if not isinstance(key, Hashable):
@@ -42,7 +50,7 @@ class _Loader(yaml.SafeLoader):
             if key in seen:
                 raise MantissaError(f"line {node.start_mark.line + 1}: the key {key!r} is given twice")
             seen.add(key)
-        return super().construct_mapping(node, deep)
+        super().flatten_mapping(node)
 
 
 _Loader.add_implicit_resolver(
