@@ -108,7 +108,6 @@ def _fp8_forward_checks(products: _Products, fp8: Fp8Policy, layer: str) -> list
     near, far_x, far_w = {(0, 1): largest}, {(0, 127): largest}, {(127, 127): largest}  # meet nothing that is read
     tiny, tinier = 2.0**-12, 2.0**-20
     kind = "a power of two" if fp8.power_of_two else "its largest value"
-    outside = {"what has no name": "", **{pattern: f"layers.{pattern}" for pattern in fp8.exclude}}
     return [
         ("rounds an input of 1+1/16 to 1", first({**half_way, **near}, kept), 1.0),
         ("keeps an input of 1+1/8", first({(0, 0): 1.125, **near}, kept), 1.125),
@@ -125,7 +124,7 @@ def _fp8_forward_checks(products: _Products, fp8: Fp8Policy, layer: str) -> list
         (f"scales by {kind}", first({(0, 0): 300.0}, kept), 288.0 if fp8.power_of_two else 300.0),
         *(
             (f"leaves {what} in the base", first({**half_way, **near}, kept, name), _HALF_WAY)
-            for what, name in outside.items()
+            for what, name in _outside(fp8).items()
         ),
     ]
 
@@ -180,17 +179,28 @@ def _scheme_checks(products: _Products, quantized: Quantized, layer: str) -> lis
         *sums,
         (f"quantises a weight of 6 to {quantized.scheme}", read(0), in_base(_OF_SIX.get(quantized.scheme, 6.0) * one)),
         ("quantises 0.3 beside 6 by their block's scale", read(1), in_base(_BESIDE_SIX[quantized.scheme] * one)),
-        ("leaves what has no name in the base", read(1, name=""), in_base(in_base(0.3))),
+        *(
+            (f"leaves {what} in the base", read(1, name), in_base(in_base(0.3)))
+            for what, name in _outside(quantized).items()
+        ),
     ]
 
 
 def _quantized_layer(fp8: Fp8Policy) -> str:
     """The name of a layer that the policy quantises, whatever it excludes by number."""
     for index in range(len(fp8.exclude) + 1):
-        name = f"layers.{index}.proved"
-        if fp8.quantizes(name):
-            return name
-    raise MantissaError("precision.fp8.exclude leaves no layer in fp8; exclude less, or ask for the base format")
+        for pattern in fp8.only or ("proved",):
+            name = pattern if "layers" in pattern.split(".") else f"layers.{index}.{pattern}"
+            if fp8.quantizes(name):
+                return name
+    raise MantissaError(f"{fp8.called}.exclude leaves no layer in {fp8.kind}; exclude less, or ask for the base format")
+
+
+def _outside(fp8: Fp8Policy) -> dict[str, str]:
+    """Names of layers that the policy leaves in the base, by what they stand for."""
+    excluded = {pattern: f"layers.{pattern}" for pattern in fp8.exclude}
+    other = "layers.other"  # than those that it names
+    return {"what has no name": "", **excluded, **({} if fp8.quantizes(other) else {"other layers": other})}
 
 
 def probe(kernels: Kernels, device: torch.device | str) -> str:

@@ -48,6 +48,11 @@ class Fp8Policy(Section):
         description="Layers kept in the base format, by parts of their names between dots (down_proj, layers.0, "
         "layers.3.mlp).",
     )
+    only: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (),
+        description="Layers that are, by parts of their names (experts: the routed ones of a mixture); the others stay "
+        "in the base format. Empty: all.",
+    )
     first: int = Field(0, ge=0, description="Decoder layers from the input on that are kept in the base format.")
     last: int = Field(0, ge=0, description="The same from the output back.")
 
@@ -76,17 +81,18 @@ class Fp8Policy(Section):
                 "known here; give exclude=[layers.0, ...]"
             )
         parts = layer.split(".")
-        return "layers" in parts and not any(_within(pattern.split("."), parts) for pattern in self.exclude)
+        chosen = not self.only or _matches(self.only, parts)
+        return "layers" in parts and chosen and not _matches(self.exclude, parts)
 
     def check(self, layers: Iterable[str]) -> None:
-        """Refuse an ``exclude`` that matches no layer of the model, or that leaves nothing in fp8."""
+        """Refuse an ``exclude`` or ``only`` that matches no layer of the model, or that leaves nothing in fp8."""
         names = [layer for layer in layers if "layers" in layer.split(".")]
-        for pattern in self.exclude:
-            if not any(_within(pattern.split("."), name.split(".")) for name in names):
-                known = sorted({part for name in names for part in name.split(".")})
-                raise MantissaError(
-                    f"{self.called}.exclude: {pattern!r} matches no layer of this model{nearest(pattern, known)}"
-                )
+        for key, patterns in (("exclude", self.exclude), ("only", self.only)):
+            for pattern in patterns:
+                if not any(_matches((pattern,), name.split(".")) for name in names):
+                    known = sorted({part for name in names for part in name.split(".")})
+                    why = "; it has no mixture of experts" if pattern == "experts" else nearest(pattern, known)
+                    raise MantissaError(f"{self.called}.{key}: {pattern!r} matches no layer of this model{why}")
         if names and not any(self.quantizes(name) for name in names):
             raise MantissaError(
                 f"{self.called}.exclude leaves no layer in {self.kind}; ask for {self.base} instead, or exclude less"
@@ -94,7 +100,12 @@ class Fp8Policy(Section):
 
     def __str__(self) -> str:
         backward = "" if self.backward == "e4m3" else f", gradients {self.backward.replace('high', self.base)}"
-        return f"e4m3{backward}, base {self.base}"
+        return f"e4m3{self.where}{backward}, base {self.base}"
+
+    @property
+    def where(self) -> str:
+        """In words, where it is not everywhere."""
+        return f" in {', '.join(self.only)} alone" if self.only else ""
 
 
 class QuantizedConfig(Section):
@@ -106,12 +117,17 @@ class QuantizedConfig(Section):
     exclude: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (), description="Layers kept in the base format, by parts of their names between dots (down_proj, layers.0)."
     )
+    only: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (),
+        description="Layers that are, by parts of their names (experts: the routed ones of a mixture); the others stay "
+        "in the base format. Empty: all.",
+    )
     first: int = Field(0, ge=0, description="Decoder layers from the input on that are kept in the base format.")
     last: int = Field(0, ge=0, description="The same from the output back.")
 
     def of(self, scheme: str) -> Quantized:
         """These settings for one role."""
-        return Quantized(scheme=scheme, base=self.base, exclude=self.exclude, first=self.first, last=self.last)
+        return Quantized(scheme=scheme, **self.model_dump())
 
 
 class Quantized(Fp8Policy):
@@ -132,12 +148,16 @@ class Quantized(Fp8Policy):
         return self.scheme
 
     def __str__(self) -> str:
-        return f"{self.scheme}, gradients and base {self.base}"
+        return f"{self.scheme}{self.where}, gradients and base {self.base}"
 
 
-def _within(pattern: list[str], parts: list[str]) -> bool:
-    """Whether ``pattern`` is a run of consecutive elements of ``parts``."""
-    return any(parts[i : i + len(pattern)] == pattern for i in range(len(parts) - len(pattern) + 1))
+def _matches(patterns: Iterable[str], parts: list[str]) -> bool:
+    """Whether one of ``patterns``, cut at its dots, is a run of consecutive elements of ``parts``."""
+    return any(
+        parts[i : i + len(pattern)] == pattern
+        for pattern in (text.split(".") for text in patterns)
+        for i in range(len(parts) - len(pattern) + 1)
+    )
 
 
 Backend = Literal["native", "simulated"]
@@ -262,18 +282,19 @@ class PrecisionPolicy(Section):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
+        known = {} if self.preset is None else PRESETS | _OF_EXPERTS
         for role in {"train", "rollout"} - self.model_fields_set if self.preset is not None else ():
-            of_preset = getattr(PRESETS[self.preset], role) if self.preset in PRESETS else self.preset
+            of_preset = getattr(known[self.preset], role) if self.preset in known else self.preset
             object.__setattr__(self, role, of_preset)  # frozen, and not among the fields that were given
         roles = {self.train, self.rollout, self.reference or self.train}
         if "fp8" not in roles and self.fp8 is not None:
             raise ValueError("fp8 does nothing where no role is fp8; leave it out, or set rollout=fp8")
-        if "fp8" in roles and self.fp8 is None:
-            object.__setattr__(self, "fp8", Fp8Policy())
+        if "fp8" in roles:
+            self._take_layers("fp8", Fp8Policy())
         if roles.isdisjoint(SCHEMES) and self.quantized is not None:
             raise ValueError(f"quantized does nothing where no role is one of {', '.join(SCHEMES)}; leave it out")
-        if not roles.isdisjoint(SCHEMES) and self.quantized is None:
-            object.__setattr__(self, "quantized", QuantizedConfig())
+        if not roles.isdisjoint(SCHEMES):
+            self._take_layers("quantized", QuantizedConfig())
         for name in ("on_mismatch", "check_every") if self.kernels == "fast" else ():
             if getattr(self, name) is not None:
                 raise ValueError(f"{name} does nothing with kernels=fast; set precision.kernels=exact")
@@ -288,6 +309,14 @@ class PrecisionPolicy(Section):
                 "one of them, or leave backend out"
             )
         return self
+
+    def _take_layers(self, name: str, default: Section) -> None:
+        """Fill in a section that was not given, or not its layers where the preset chooses them."""
+        given: Section = getattr(self, name) or default
+        of_experts = self.preset in _OF_EXPERTS if self.preset is not None else False
+        if of_experts and "only" not in given.model_fields_set:
+            given = given.model_copy(update={"only": ("experts",)})
+        object.__setattr__(self, name, given)
 
     @model_serializer(mode="wrap")
     def _as_asked(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -326,6 +355,12 @@ class PrecisionPolicy(Section):
         return cls(**({"preset": preset_named(value)} if isinstance(value, str) else value))
 
 
+def _experts(train: str, rollout: str) -> PrecisionPolicy:
+    """Scaled products in the routed experts of a mixture alone."""
+    only = {"only": ("experts",)}
+    return PrecisionPolicy(train=train, rollout=rollout, **{"fp8" if rollout == "fp8" else "quantized": only})
+
+
 PRESETS: dict[str, PrecisionPolicy] = {
     "fp32": PrecisionPolicy(),
     "bf16": PrecisionPolicy(train="bf16", rollout="bf16"),
@@ -336,6 +371,10 @@ PRESETS: dict[str, PrecisionPolicy] = {
     **{scheme: PrecisionPolicy(train=scheme, rollout=scheme) for scheme in SCHEMES},
     **{f"{scheme}-rollout": PrecisionPolicy(train="bf16", rollout=scheme) for scheme in SCHEMES},
 }
+# Of each of the scaled formats, in the routed experts of a mixture alone.
+_OF_EXPERTS: dict[str, PrecisionPolicy] = {}
+_OF_EXPERTS |= {f"{name}-experts": _experts(name, name) for name in ("fp8", *SCHEMES)}
+_OF_EXPERTS |= {f"{name}-experts-rollout": _experts("bf16", name) for name in ("fp8", *SCHEMES)}
 
 
 def preset_named(name: Any) -> str:
@@ -344,8 +383,8 @@ def preset_named(name: Any) -> str:
     A format of the dial is one too, for training and rollout.
     """
     canonical = ALIASES.get(name, name) if isinstance(name, str) else name
-    if isinstance(canonical, str) and (canonical in PRESETS or canonical in DIAL):
+    if isinstance(canonical, str) and (canonical in PRESETS or canonical in DIAL or canonical in _OF_EXPERTS):
         return canonical
-    hint = nearest(str(name), [*PRESETS, *ALIASES])
-    known = f"{', '.join(PRESETS)}, or a simulated e8m2 to e8m10 or e5m2 to e5m10"
+    hint = nearest(str(name), [*PRESETS, *_OF_EXPERTS, *ALIASES])
+    known = f"{', '.join(PRESETS)}, NAME-experts, NAME-experts-rollout, or a simulated e8m2 to e8m10 or e5m2 to e5m10"
     raise MantissaError(f"unknown precision preset {name!r}: expected one of {known}{hint}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,6 +39,7 @@ from mantissa.rl.config.sections import LossScalingConfig, ModelSource
 from mantissa.rl.engines import build_engine, emulated, on_vllm
 from mantissa.rl.exact import ExactTwin, exact_plan, exact_twin, prove
 from mantissa.rl.learner import Learner
+from mantissa.rl.placing import place
 from mantissa.rl.score import ReferencePolicy
 from mantissa.rollout import require_vllm
 from mantissa.tasks import DatasetConfig, DatasetTask, Grader, Problem, Task, build_task
@@ -123,6 +123,7 @@ def assemble(
         path = config.algorithm.reference.path
         teacher = None if path is None else _teacher(path, model, tokenizer, longest)
         reference = _reference(config, reference_kernels(precision, plan), model, teacher, device, ranks)
+        learner.teacher = reference
     return Parts(
         device=device,
         precision=precision,
@@ -213,8 +214,8 @@ def _check_shape(config: RunConfig, model: Decoder) -> None:
         raise MantissaError("rollout.replay_routing does nothing: this policy has no mixture of experts; leave it out")
     if mixtures is not None and config.rollout.engine == "vllm":
         raise MantissaError(
-            "rollout.engine=vllm: a policy with mixtures of experts is not sent to vLLM, whose layout of them cannot "
-            "be read back and compared here; set rollout.engine=native"
+            "rollout.engine=vllm: a policy with mixtures of experts is not sent to vLLM: it keeps experts fused, so "
+            "they cannot be read back and compared; 0.32 tells its routing on GPUs alone; set rollout.engine=native"
         )
 
 
@@ -272,29 +273,6 @@ def _check_bill(config: RunConfig) -> None:
     if not isinstance(task, DatasetConfig):
         problems = sum(task.sizes.values())
         require_memory(problems * _BYTES_A_PROBLEM, f"task: {problems:,} problems", "lower its sizes")
-
-
-def place(model: Decoder, device: torch.device, ranks: Ranks) -> Decoder:
-    """The learner's model, whole on ``device`` or with a slice of each tensor there. Before its optimiser is made.
-
-    A layer is gathered for its forward and again for its backward; what belongs to no layer (embedding, last norm,
-    head) likewise around ``Decoder.within``.
-    """
-    if not ranks.sharded:
-        return model.to(device)
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-
-    mesh = init_device_mesh(device.type, (ranks.world,))
-    for module in (*model.model.layers, model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)
-        assert isinstance(module, FSDPModule)
-        module.set_gradient_divide_factor(1.0)  # a sum: each rank's loss is a part of the batch's
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-    register_fsdp_forward_method(model, "within")
-    # Exact kernels' logits are a view of a larger tensor. FSDP2 fears in-place changes of it; nobody makes any.
-    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")
-    return model
 
 
 def load_policy(source: ModelSource, task: Task, seed: int) -> tuple[Decoder, Tokenizer]:
