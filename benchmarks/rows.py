@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mantissa.runs.directory import cpu_model
+from mantissa.base.processor import cpu_model
 
 ROOT = Path(__file__).resolve().parents[1]
 

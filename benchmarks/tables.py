@@ -32,7 +32,7 @@ than times, and times are left out where there is a ratio.
 
 
 # Files that are not named after the script which writes them.
-SCRIPTS = {"gap_formats": "gap", "smollm2_runs": "demo_runs"}
+SCRIPTS = {"gap_formats": "gap", "gap_experts": "gap", "smollm2_runs": "demo_runs"}
 
 
 def index() -> str:

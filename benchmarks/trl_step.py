@@ -1,11 +1,12 @@
 """TRL's side of the RL step: a worker (see workers.py) around ``GRPOTrainer.train``. Runs in TRL's own environment.
 
-    .venv-trl/bin/python benchmarks/trl_step.py FOLDER --threads 2 [--work pretrained --model MODEL] [--fp16]
+    .venv-trl/bin/python benchmarks/trl_step.py FOLDER --threads 2 [--work pretrained --model MODEL] [--fp16 | --bf16]
 
 The time of a step is that between the trainer's own ``on_step_begin`` and ``on_step_end``: sampling with
 ``generate``, reward, loss, backward, clip, AdamW. Before each step the callback waits for its turn. What is set away
-from TRL's defaults, in TRL's favour or to make the work equal: gradient checkpointing off, bf16 off, no tracker, no
-saving, the end token suppressed (``min_new_tokens``), all samples in one forward, one optimiser step a batch.
+from TRL's defaults, in TRL's favour or to make the work equal: gradient checkpointing off, bf16 off but with
+``--bf16`` (weights in fp32, products under autocast), no tracker, no saving, the end token suppressed
+(``min_new_tokens``), all samples in one forward, one optimiser step a batch.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ class Turns(transformers.TrainerCallback):
         say(took | {"peak_memory": peak, **self._about["seen"]})
 
 
-def settings(output: str, work: Work, fp16: bool) -> trl.GRPOConfig:
+def settings(output: str, work: Work, fp16: bool, bf16: bool) -> trl.GRPOConfig:
     return trl.GRPOConfig(
         output_dir=output,
         use_cpu=True,
-        bf16=False,
+        bf16=bf16,
         fp16=fp16,
         gradient_checkpointing=False,
         per_device_train_batch_size=work.rows,
@@ -84,6 +85,7 @@ def main() -> None:
     parser.add_argument("--work", default="small", choices=WORKS)
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; by default FOLDER/model")
     parser.add_argument("--fp16", action="store_true", help="set the trainer's fp16 flag, to see what it does")
+    parser.add_argument("--bf16", action="store_true", help="set the trainer's bf16 flag, as TRL does by itself")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     transformers.logging.set_verbosity_error()
@@ -113,7 +115,7 @@ def main() -> None:
         trainer = trl.GRPOTrainer(
             model=model,
             reward_funcs=score,
-            args=settings(output, work, arguments.fp16),
+            args=settings(output, work, arguments.fp16, arguments.bf16),
             train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
             processing_class=tokenizer,
             callbacks=[Turns(about)],

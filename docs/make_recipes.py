@@ -100,6 +100,10 @@ def page() -> str:
     lines = [_INTRO, *shipped(), *section("The run", RunConfig), "\n## Presets of `precision`\n"]
     lines += ["| preset | train | rollout |", "|---|---|---|"]
     lines += [f"| `{name}` | {policy.train} | {policy.rollout} |" for name, policy in PRESETS.items()]
+    lines += [
+        "",
+        "`NAME-experts` and `NAME-experts-rollout` of a scaled format: in the routed experts of a mixture alone.",
+    ]
     lines += ["\n## Names for `algorithm.correction`\n", "Bounds are on r = learner / rollout.\n", "| name | fields |"]
     lines += ["|---|---|"]
     for name, correction in CORRECTION_PRESETS.items():

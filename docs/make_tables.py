@@ -75,14 +75,59 @@ def native_bf16() -> str:
     return table(["of fp32's time", "measured on", "bf16 simulated", "the processor's own bf16"], lines)
 
 
-def gap_formats() -> str:
-    """The gap of pairs of formats on SmolLM2, with intervals; newest row of each."""
+def native_beside() -> str:
+    """Sampling beside transformers and vLLM: the newest row of each contender, rows and processor."""
+    newest: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in _rows("native_beside"):
+        place = f"{row['device']}, threads: {row['threads']}"
+        newest.setdefault((place, row["case"], row["contender"]), {})[row["metric"]] = row
     lines = []
-    for row in {row["pair"]: row for row in _rows("gap_formats")}.values():
-        mean, low, high = (row[f"abs_logp_diff_mean{end}"] for end in ("", "_low", "_high"))
-        cells = (f"{mean:.3f} ({low:.3f} to {high:.3f})", f"{row['k3_kl']:.4f}", f"{row['equal_fraction']:.0%}")
-        lines.append([row["pair"], *cells])
-    return table(["learner / rollout", "mean |d| (nats)", "k3", "equal tokens"], lines)
+    for (place, case, contender), by in newest.items():
+        step, prefill = (by[f"{what} processor_seconds"] for what in ("decode step", "prefill"))
+        ratio = by["decode step processor_seconds over ours, fp32"]
+        spread = f"{ratio['value']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
+        cells = (f"{step['value'] * 1e3:.1f}", spread, f"{prefill['value']:.2f}", f"{by['bytes']['value'] / 2**20:.0f}")
+        lines.append([case.partition(",")[0], contender, *cells, place, str(step["rounds"])])
+    header = (
+        "at a time",
+        "whose, format",
+        "decode step (ms)",
+        "of our fp32's",
+        "prefill (s)",
+        "MiB",
+        "measured on",
+        "rounds",
+    )
+    return table(header, lines)
+
+
+def gap_formats() -> str:
+    """The gap of each format on SmolLM2, against a learner in bf16 and against one in the same format; newest rows."""
+    rows = {row["pair"]: row for row in _rows("gap_formats")}
+    names = [pair.removeprefix("bf16/") for pair in rows if pair.startswith("bf16/")]
+    lines = [["bf16", "", "", *_gap_cells(rows["bf16"])]]
+    lines += [[name, *_gap_cells(rows[f"bf16/{name}"])[:2], *_gap_cells(rows[name])] for name in names]
+    lines += [[pair, "", "", *_gap_cells(row)] for pair, row in rows.items() if pair.endswith("+exact")]
+    return table(
+        ["rollout", "learner in bf16: mean |d|", "k3", "the same format (QAT): mean |d|", "k3", "equal"], lines
+    )
+
+
+def gap_experts() -> str:
+    """The same on a small mixture of experts: in all layers, and in its routed experts alone."""
+    rows = {row["pair"]: row for row in _rows("gap_experts")}
+    names = [pair.removesuffix("-experts") for pair in rows if pair.endswith("-experts") and "/" not in pair]
+    lines = []
+    for name in names:
+        pairs = (f"bf16/{name}", f"bf16/{name}-experts", name, f"{name}-experts")
+        lines.append([name, *(_gap_cells(rows[pair])[0] for pair in pairs)])
+    head = ("all layers, learner in bf16", "routed experts, learner in bf16", "all layers, QAT", "routed experts, QAT")
+    return table(["rollout", *head], lines)
+
+
+def _gap_cells(row: Row) -> list[str]:
+    mean, low, high = (row[f"abs_logp_diff_mean{end}"] for end in ("", "_low", "_high"))
+    return [f"{mean:.3f} ({low:.3f} to {high:.3f})", f"{row['k3_kl']:.4f}", f"{row['equal_fraction']:.0%}"]
 
 
 def exact_cost() -> str:
@@ -538,7 +583,12 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "doctor_partial": doctor_partial,
         "doctor_healthy": doctor_healthy,
     },
-    "precision.md": {"native_bf16": native_bf16, "gap_formats": gap_formats},
+    "precision.md": {
+        "native_bf16": native_bf16,
+        "native_beside": native_beside,
+        "gap_formats": gap_formats,
+        "gap_experts": gap_experts,
+    },
     "emulated.md": {"switches": switches},
     "soak.md": {"soak": soak_sizes},
     "usage.md": {"commands": commands},

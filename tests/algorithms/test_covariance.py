@@ -80,3 +80,15 @@ def test_value_and_gradient_are_those_of_scalar_math(config: ClipCovConfig | KLC
     share = values(tallies)["policy/selected_fraction"].item()
     assert share == pytest.approx(int(chosen.sum()) / int(batch["mask_BT"].sum()))
     assert share > 0
+
+
+@pytest.mark.parametrize("config", [ClipCovConfig(share=0.3, low=0.1, high=1.0), KLCovConfig(share=0.3)])
+def test_the_gradient_is_that_of_finite_differences(config: ClipCovConfig | KLCovConfig) -> None:
+    batch = make(11)
+    chosen = choice(config, batch)
+    assert chosen.any()
+
+    def loss(logp_BT: Tensor) -> Tensor:
+        return config.loss(**(batch | {"logp_BT": logp_BT}), chosen_BT=chosen)[0]
+
+    assert torch.autograd.gradcheck(loss, batch["logp_BT"].clone().requires_grad_())

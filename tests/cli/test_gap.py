@@ -14,6 +14,7 @@ import torch
 import mantissa.bench.gap as command
 from fake_vllm import install
 from html_page import Page
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import NativeKernels
 from mantissa.mismatch.estimates import GAP_FIGURES, gap_estimates
 from mantissa.model import load_model, load_tokenizer
@@ -261,3 +262,18 @@ def test_the_table_of_long_intervals_cuts_no_number_in_80_columns(
             words = set(out.split())
             assert value in words
             assert set(interval.replace("..", ".. ").split()) <= words
+
+
+@pytest.mark.parametrize("name", ["bf16/nvfp4-experts-rollout", "nvfp4-experts", "bf16/nvfp4-experts+exact"])
+def test_a_pair_keeps_the_layers_that_its_preset_chooses(name: str) -> None:
+    exact = name.endswith("+exact")
+    if exact:
+        with pytest.raises(MantissaError, match="round to different numbers"):
+            command.parse_pair(name)
+        return
+    policy, _ = command.parse_pair(name)
+    assert policy.quantized is not None
+    assert policy.quantized.only == ("experts",)
+    with pytest.raises(MantissaError, match="one side has it in all layers and the other in some"):
+        command.parse_pair("nvfp4/nvfp4-experts")
+    assert command.parse_pair("fp8-experts-rollout/bf16")[0].fp8 is None

@@ -11,10 +11,20 @@ import torch
 from torch import Tensor
 
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import EmulatedKernels, SimulatedKernels, Traced, probe, products
+from mantissa.kernels import EmulatedKernels, SimulatedKernels, Traced, probe
 from mantissa.kernels.emulated import BLOCK, SPLITS
 from mantissa.model import Decoder, LoraConfig, ModelConfig, attach, policy_weights
-from mantissa.precision import BF16, FP16, FP32, Emulation, Fp8Policy, NumberFormat, is_on_grid, round_by_arithmetic
+from mantissa.precision import (
+    BF16,
+    FP16,
+    FP32,
+    Emulation,
+    Fp8Policy,
+    NumberFormat,
+    cpu,
+    is_on_grid,
+    round_by_arithmetic,
+)
 
 HALVES = (BF16, FP16)
 SERVING = Emulation.serving(tensor_parallel=2)
@@ -270,7 +280,7 @@ def test_a_part_of_a_weight_never_goes_to_onednn(monkeypatch: pytest.MonkeyPatch
         assert weight.is_contiguous()
         return torch.nn.functional.linear(x, weight, bias)
 
-    monkeypatch.setattr(products, "onednn", refused)
+    monkeypatch.setattr(cpu, "onednn", refused)
     x, weight = torch.randn(64, 256), torch.randn(512, 256)  # parts beyond the size from which oneDNN is the faster
     for emulation in (Emulation(products="split"), Emulation(tensor_parallel=2)):
         kernels = EmulatedKernels(BF16, emulation)

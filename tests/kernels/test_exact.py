@@ -28,7 +28,7 @@ from mantissa.kernels import (
 from mantissa.kernels.exact.kernels import ExactAttention, cached, causal, product
 from mantissa.kernels.exact.plan import AttentionChoice, Choice, pieces
 from mantissa.kernels.exact.probe import threads
-from mantissa.kernels.products import _ONEDNN, packed
+from mantissa.kernels.products import _ONEDNN, Products, packed
 from mantissa.precision import BF16, FP16, FP32, NumberFormat, PrecisionPolicy, is_on_grid, resolve, round_to_format
 
 PRODUCTS = [
@@ -153,7 +153,7 @@ def test_attention_and_its_gradients_against_float64(
     tensors = [drawn(2, n, length, 16, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads))]
     mine = [t.clone().requires_grad_() for t in tensors]
     oracle = [t.double().requires_grad_() for t in tensors]
-    got, expected = ExactAttention.apply(*mine, FP32, FP32, choice), attended(*oracle)
+    got, expected = ExactAttention.apply(*mine, FP32, Products(), FP32, choice), attended(*oracle)
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=5e-6)
     seed = drawn(*got.shape, seed=9)
     got.backward(seed)

@@ -16,7 +16,7 @@ from mantissa.kernels.exact.kernels import ExactKernels
 from mantissa.kernels.exact.plan import ExactPlan
 from mantissa.kernels.exact.probe import threads
 from mantissa.model import Decoder, LoraShape, attach
-from mantissa.precision import FP32, PrecisionPolicy, resolve
+from mantissa.precision import FP32, PrecisionPolicy, cpu, resolve
 from other_library import OtherLibrary
 
 SHAPES = ModelShapes(
@@ -87,7 +87,7 @@ def test_a_library_that_sums_otherwise_gets_the_shapes_that_agree(name: str) -> 
 @pytest.mark.parametrize("layout", ["plain", "packed", "both"])
 def test_a_onednn_whose_rows_depend_on_their_place_is_not_taken(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     """Every second row is another number: in one layout only, or in each where the other's hides it."""
-    whole = products.onednn
+    whole = cpu.onednn
 
     def placed(x: torch.Tensor, weight: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
         out = whole(x, weight, *more)
@@ -96,7 +96,7 @@ def test_a_onednn_whose_rows_depend_on_their_place_is_not_taken(monkeypatch: pyt
             out[first::2] = torch.nextafter(out[first::2], torch.tensor(9e9))
         return out
 
-    monkeypatch.setattr(products, "onednn", placed)
+    monkeypatch.setattr(cpu, "onednn", placed)
     shapes = ModelShapes((("gate_proj", 288, 256), ("lm_head", 288, 40)), 2, 1, 16, 40, 32, 256)
     choice = plan_exact(shapes, ROLE, "cpu").product((256, 288))
     assert not choice.onednn

@@ -318,10 +318,13 @@ def test_product_is_float64s_to_rounding(rows: int, layout: str, biased: bool) -
     x, weight, bias = torch.randn(2, rows, 200), torch.randn(400, 200), torch.randn(400) if biased else None
     given = {"plain": weight, "transposed": weight.t().contiguous().t(), "packed": products.packed(weight)}[layout]
     oracle = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
-    torch.testing.assert_close(products.product(x, given, bias).double(), oracle, rtol=1e-5, atol=1e-4)
+    library = products.Products()
+    torch.testing.assert_close(library.forward(x, given, bias).double(), oracle, rtol=1e-5, atol=1e-4)
     if rows:  # a sum's gradient lies in memory once, however large it is
         spread = torch.ones(1, 1, 1).expand(2, rows, 400)
-        torch.testing.assert_close(products.product(spread, weight.t()), spread @ weight, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(library.of_input(spread, weight), spread @ weight, rtol=1e-5, atol=1e-4)
+        flat, inputs = spread.reshape(-1, 400), x.flatten(0, 1)
+        torch.testing.assert_close(library.of_weight(flat, inputs), flat.t() @ inputs, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])

@@ -36,6 +36,7 @@ from mantissa.precision import (
     Fp8Policy,
     NumberFormat,
     PrecisionPolicy,
+    cpu,
     format_named,
     resolve,
     round_in_blocks,
@@ -364,4 +365,28 @@ def test_the_base_is_proved_too() -> None:
     kernels = SimulatedKernels(FP16, fp8=Fp8Policy())
     kernels.format = dataclasses.replace(FP16, name="bf16", exponent_bits=8, mantissa_bits=7)
     with pytest.raises(MantissaError, match="precision: bf16 is not active"):
+        probe(kernels, "cpu")
+
+
+@pytest.mark.parametrize("wrong", ["the sum", "an operand", "nothing"])
+@pytest.mark.parametrize("way", ["o", "b"])
+def test_a_library_that_a_table_names_is_proven_before_it_is_used(
+    monkeypatch: pytest.MonkeyPatch, wrong: str, way: str
+) -> None:
+    """On this machine, whatever was measured and where: what rounds a sum or an operand is refused by name."""
+
+    def library(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        x = round_to_format(x, E4M3 if way == "b" else BF16) if wrong == "an operand" else x
+        out = F.linear(x, w, bias)
+        return out.bfloat16().float() if wrong == "the sum" else out
+
+    monkeypatch.setattr(cpu, "onednn", library)
+    operands = "bf16" if way == "b" else "fp32"
+    ways = cpu.CpuProducts(1.0).ways | {f"{operands} {side}": (way * 6,) * 4 for side in ("forward", "input", "weight")}
+    table = cpu.CpuProducts(1.0, ways=ways)
+    kernels = SimulatedKernels(BF16, table=table) if way == "b" else NativeKernels(FP32, table=table)
+    if wrong == "nothing":
+        assert probe(kernels, "cpu").count("multiplies exactly by oneDNN") >= 3
+        return
+    with pytest.raises(MantissaError, match=r"it (keeps 1\+u|multiplies exactly by oneDNN.* \(forward\)) \(exp"):
         probe(kernels, "cpu")

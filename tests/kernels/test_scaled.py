@@ -12,7 +12,7 @@ from torch import Tensor
 
 import block_reference as reference
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import NativeKernels, SimulatedKernels, learner_kernels
+from mantissa.kernels import NativeKernels, SimulatedKernels, learner_kernels, probe
 from mantissa.model.config import ModelConfig
 from mantissa.model.decoder import Decoder
 from mantissa.precision import (
@@ -24,6 +24,8 @@ from mantissa.precision import (
     Fp8Policy,
     NumberFormat,
     PrecisionPolicy,
+    Quantized,
+    cpu,
     is_on_grid,
     resolve,
     round_to_format,
@@ -215,3 +217,42 @@ def test_a_policy_of_copies_has_the_learners_log_probs_to_the_bit(base: NumberFo
         assert torch.equal(copy.logits(copy(tokens, rollout), rollout), expected)
         plain = SimulatedKernels(base)
         assert not torch.equal(model.logits(model(tokens, plain), plain), expected)
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp8", "mxfp4"])
+def test_a_cpus_own_bf16_serves_codes_times_powers_of_two(name: str) -> None:
+    """The values are bf16's, so the products are those of the simulated family but for a sum's order; and proven."""
+    policy = Fp8Policy(scale="power_of_two") if name == "fp8" else Quantized(scheme=name)
+    native = NativeKernels(BF16, fp8=policy, copies=True)
+    simulated = SimulatedKernels(BF16, weights_on_grid=True, fp8=policy)
+    generator, layer = torch.Generator().manual_seed(0), "model.layers.0.mlp.up_proj"
+    w, x = torch.randn(200, 256, generator=generator), torch.randn(17, 256, generator=generator).bfloat16()
+    kept = native.copied(w, layer)
+    assert isinstance(kept, torch.Tensor)
+    assert kept.dtype is torch.bfloat16
+    assert torch.equal(kept.float(), simulated.copied(w, layer))
+    with torch.no_grad():
+        out, other = native.linear(x, kept, None, layer), simulated.linear(x.float(), kept.float(), None, layer)
+    assert out.dtype is torch.bfloat16
+    assert (out.float() != other).float().mean() < 0.02  # a rounding to bf16 that falls the other way
+    assert (out.float() - other).abs().max() <= 2.0**-7 * other.abs().max()
+    assert f"{'rounds an input of 1+1/16 to 1' if name == 'fp8' else f'to {name}'}" in probe(native, "cpu")
+
+
+def test_which_rollouts_the_cpus_own_bf16_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernels(own: bool, **policy: object) -> str:
+        monkeypatch.setattr(cpu, "products", lambda: cpu.CpuProducts(0.5 if own else 1.0))
+        return resolve(PrecisionPolicy.parse(policy), "cpu").rollout.kernels
+
+    powers = {"scale": "power_of_two"}
+    assert kernels(True, preset="fp8-rollout", fp8=powers) == "native"
+    assert kernels(True, preset="fp8", fp8=powers) == "native"
+    assert kernels(True, preset="mxfp8-rollout") == kernels(True, preset="mxfp4-rollout") == "native"
+    assert kernels(False, preset="fp8-rollout", fp8=powers) == "simulated"
+    assert kernels(True, preset="fp8-rollout") == "simulated"
+    assert kernels(True, preset="fp8-rollout", fp8={**powers, "base": "fp16"}) == "simulated"
+    assert kernels(True, preset="fp8-rollout", fp8=powers, backend="simulated") == "simulated"
+    assert kernels(True, preset="nvfp4-rollout") == kernels(True, preset="int4-rollout") == "simulated"
+    assert kernels(True, preset="fp8", fp8=powers, kernels="exact") == "exact simulated"
+    with pytest.raises(MantissaError, match="serves a rollout in fp8 with scale=power_of_two"):
+        kernels(True, train="bf16", rollout="fp8", backend="native")

@@ -369,3 +369,46 @@ def test_first_and_last_layers_are_named_once_the_model_is_known(section: str) -
     assert isinstance(unknown, Fp8Policy)
     with pytest.raises(MantissaError, match="number of layers is not known here"):
         unknown.quantizes("model.layers.0.mlp.up_proj")
+
+
+MIXTURE = [f"model.layers.{n}.{part}" for n in (0, 1) for part in (
+    "self_attn.q_proj", "mlp.experts.0.up_proj", "mlp.experts.11.down_proj", "mlp.shared_expert.up_proj",
+)]  # fmt: skip
+EVERY_SCHEME = ["fp8", "mxfp8", "mxfp4", "nvfp4", "int8", "int4", "int4-32"]
+
+
+@pytest.mark.parametrize("name", EVERY_SCHEME)
+@pytest.mark.parametrize("suffix", ["", "-rollout"])
+def test_routed_experts_alone(name: str, suffix: str) -> None:
+    """By a preset or by the key that it stands for; shared experts, attention and the router stay in the base."""
+    section = "fp8" if name == "fp8" else "quantized"
+    policy = PrecisionPolicy.parse(f"{name}-experts{suffix}")
+    plain = PrecisionPolicy.parse({"preset": f"{name}{suffix}", section: {"only": ["experts"]}})
+    assert PrecisionPolicy(**policy.model_dump()) == policy
+    for each in (policy, plain):
+        assert (each.train, each.rollout) == ("bf16" if suffix else name, name)
+        role = resolve(each, "cpu").rollout
+        assert role.fp8 is not None
+        role.fp8.check([*MIXTURE, "lm_head"])
+        assert [layer for layer in MIXTURE if role.fp8.quantizes(layer)] == [m for m in MIXTURE if ".experts." in m]
+        assert not any(map(role.fp8.quantizes, ("", "lm_head", "model.layers.0.mlp.gate", "experts")))
+        assert "in experts alone" in role.reason
+
+
+def test_layers_chosen_beside_layers_left_out() -> None:
+    policy = PrecisionPolicy.parse({"preset": "nvfp4-experts", "quantized": {"first": 1, "base": "fp16"}}).of_layers(2)
+    role = resolve(policy, "cpu").learner
+    assert role.fp8 is not None
+    assert [layer for layer in MIXTURE if role.fp8.quantizes(layer)] == MIXTURE[5:7]
+    own = PrecisionPolicy.parse({"preset": "nvfp4-experts", "quantized": {"only": ["self_attn"]}})
+    assert own.quantized is not None
+    assert own.quantized.only == ("self_attn",)
+
+
+def test_a_choice_of_layers_that_are_not_there() -> None:
+    with pytest.raises(MantissaError, match=r"precision\.fp8\.only: 'experts' matches no layer.*no mixture of experts"):
+        Fp8Policy(only=("experts",)).check(NAMES)
+    with pytest.raises(MantissaError, match=r"precision\.fp8\.only: 'down_porj'.*did you mean 'down_proj'"):
+        Fp8Policy(only=("down_porj",)).check(NAMES)
+    with pytest.raises(MantissaError, match="leaves no layer in fp8"):
+        Fp8Policy(only=("up_proj",), exclude=("mlp",)).check(NAMES)

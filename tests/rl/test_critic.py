@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from experiences import dry_update, hugging_face, naive_sequences, of_samples
 from mantissa.base.errors import MantissaError
@@ -110,6 +111,33 @@ def test_resumed_it_has_the_same_bits(train: Train, tmp_path: Path) -> None:
     assert all("critic/grad_norm" in row for row in rows)
 
 
+def test_beside_adapters_it_has_every_weight_of_its_own(train: Train, tmp_path: Path) -> None:
+    """It begins as the merged policy and trains whole; resumed it has the same bits."""
+    run = train("precision=fp16", "warm_start.steps=6", "warm_start.evaluate_every=6", "task.reward=prefix", GAE,
+                "model.lora={rank: 2, alpha: 4}", "optimizer.lr=1e-3")  # fmt: skip
+    before, after = (load_file(run.path / "checkpoints" / f"step-{n}" / "critic.safetensors") for n in (2, 4))
+    assert not any("lora" in name for name in before)
+    assert all(not torch.equal(before[name], after[name]) for name in before if name.endswith("proj.weight"))
+    again = stopped(run.path, 2, tmp_path / "again")
+    resume(again)
+    assert contents(again) == contents(run.path)
+
+
+def test_it_begins_as_the_merged_policy(made: Callable[..., Parts]) -> None:
+    parts = made(*FP32, "model.lora={rank: 2, alpha: 4}")
+    learner = parts.learner
+    with torch.no_grad():
+        for name, parameter in learner.model.named_parameters():
+            if "lora" in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(1))
+    assert learner.critic is not None
+    learner.critic.take(learner.weights)
+    for name, weight in learner.critic.weights.items():
+        if name.startswith("body."):
+            assert torch.equal(weight, learner.weights[name.removeprefix("body.")]), name
+            assert not torch.equal(weight, torch.zeros_like(weight))
+
+
 def test_in_its_warm_up_the_policy_stands_still(train: Train) -> None:
     quick = ("steps=3", "precision=fp32", "warm_start.steps=6", "warm_start.evaluate_every=6", "evaluation=null")
     quick += ("task.reward=prefix",)
@@ -139,10 +167,6 @@ def test_what_does_not_go_together_is_refused() -> None:
         configure("algorithm.advantage=gae")
     with pytest.raises(MantissaError, match="leave it out, or set advantage=gae"):
         configure("algorithm.critic={lr: 1.0e-3}")
-    with pytest.raises(MantissaError, match=r"critic with model\.lora"):
-        configure(GAE, "model.lora={rank: 2, alpha: 4}")
-    with pytest.raises(MantissaError, match=r"fsdp2 with algorithm\.critic"):
-        configure(GAE, "nproc=2", "parallel=fsdp2")
     with pytest.raises(MantissaError, match=r"knows no reward of a response that kl\.where=reward could lower"):
         configure(
             "algorithm={advantage: gae, critic: {lr: 1.0e-3}, reference: {}, kl: {where: reward, coefficient: 1}}"

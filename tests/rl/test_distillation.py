@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from experiences import dry_update, gradients, hugging_face, naive_sequences, of_samples
+from mantissa.algorithms import reverse_kl
 from mantissa.base.errors import MantissaError
 from mantissa.model import Decoder, save_model
 from mantissa.rl import resume
@@ -85,6 +86,86 @@ def test_on_average_it_is_the_gradient_of_the_divergence() -> None:
     (expected,) = torch.autograd.grad((logp.exp() * (logp - taught)).sum(), logits, retain_graph=True)
     surrogate = -(logp.detach().exp() * (taught - logp).detach() * logp).sum()
     torch.testing.assert_close(torch.autograd.grad(surrogate, logits)[0], expected)
+
+
+def kl_oracle(student: Any, other: Any, experience: Experience, support: int) -> torch.Tensor:
+    """Of transformers' two models in float64, a mean over tokens; the teacher's other tokens as one."""
+    total = torch.zeros((), dtype=torch.float64)
+    pairs = zip(naive_sequences(student, experience), naive_sequences(other, experience), strict=True)
+    for row, ((ours, _, _), (theirs, _, _)) in enumerate(pairs):
+        here = slice(int(experience.prompt_length_B[row]) - 1, int(experience.length_B[row]) - 1)
+        p, t = (m.lm_head(x[here]).softmax(-1) for m, x in ((student, ours), (other, theirs)))
+        order = t.detach().argsort(-1, descending=True)
+        p, t = p.gather(-1, order), t.detach().gather(-1, order)
+        if support < p.shape[-1]:
+            p, t = (torch.cat([x[:, :support], x[:, support:].sum(-1, keepdim=True)], -1) for x in (p, t))
+        total = total + (p * (p / t).log()).sum()
+    return total / int(experience.mask_BR.sum())
+
+
+@pytest.mark.parametrize("support", [4, 13])
+def test_the_whole_distribution_s_gradient_is_that_of_float64(
+    made: Callable[..., Parts], teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, support: int
+) -> None:
+    """Whatever the split: into micro-batches, and into parts of the vocabulary's logits."""
+    from transformers import AutoModelForCausalLM
+
+    other = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64, attn_implementation="eager")
+    asked = "" if support == 13 else f", support: {support}"
+    algorithm = f"algorithm={{loss: {{kind: reverse_kl{asked}}}, reference: {{path: {teacher}}}}}"
+    for tokens, at_once in ((4096, 1 << 25), (20, 1 << 25), (4096, 13 * 3)):
+        monkeypatch.setattr("mantissa.rl.score._LOGITS_AT_ONCE", at_once)
+        parts = made(*FP32, algorithm, f"optimizer.micro_batch_tokens={tokens}")
+        experience = drawn(parts)
+        student: Any = hugging_face(parts, tmp_path / f"hf-{tokens}-{at_once}")
+        expected = kl_oracle(student, other, experience, support)
+        expected.backward()
+        found, update = dry_update(parts.learner, experience)
+        for name, parameter in student.named_parameters():
+            if name in found and parameter.grad is not None:
+                np.testing.assert_allclose(found[name].double(), parameter.grad, atol=3e-6, rtol=1e-3, err_msg=name)
+        seen = float(update.tallies["reference/reverse_kl"].value())
+        assert seen == pytest.approx(expected.item(), rel=1e-4)
+        assert float(update.tallies["policy/loss"].value()) == pytest.approx(seen, rel=1e-4)
+
+
+def test_on_average_the_sampled_token_has_the_same_gradient() -> None:
+    """The other distillation's advantage, over every next token: the gradient of the whole divergence."""
+    draw = torch.Generator().manual_seed(1)
+    student = torch.randn(1, 9, dtype=torch.float64, generator=draw).requires_grad_()
+    taught = torch.randn(1, 9, dtype=torch.float64, generator=draw)
+    (whole,) = torch.autograd.grad(reverse_kl(student, taught, 1.0).sum(), student)
+    logp, log_t = student.log_softmax(-1), taught.log_softmax(-1)
+    sampled = -(logp.detach().exp() * (log_t - logp).detach() * logp).sum()
+    torch.testing.assert_close(torch.autograd.grad(sampled, student)[0], whole)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("algorithm.loss.support=3",),
+        ("rollout.top_p=0.9",),
+        ("precision=fp16",),
+    ],
+    ids=["whole", "support", "top-p", "fp16"],
+)
+def test_by_whole_distributions_it_comes_nearer_too(train: Train, teacher: Path, more: tuple[str, ...]) -> None:
+    run = train(
+        "warm_start=null", "precision=bf16", "steps=30", "optimizer.lr=5e-3", "evaluation=null",
+        "checkpoint.every=30", "rollout.prompts=8", "rollout.samples=2",
+        f"algorithm={{loss: {{kind: reverse_kl}}, reference: {{path: {teacher}}}}}", *more,
+    )  # fmt: skip
+    distances = [row["reference/reverse_kl"] for row in run.read_metrics()]
+    assert statistics.fmean(distances[-5:]) < 0.6 * statistics.fmean(distances[:2]), distances
+
+
+def test_by_whole_distributions_resumed_it_has_the_same_bits(train: Train, teacher: Path, tmp_path: Path) -> None:
+    algorithm = f"algorithm={{loss: {{kind: reverse_kl, support: 4}}, reference: {{path: {teacher}}}}}"
+    run = train("warm_start=null", "precision=fp16", "evaluation=null", algorithm)
+    again = stopped(run.path, 2, tmp_path / "again")
+    resume(again)
+    assert contents(again) == contents(run.path)
 
 
 def test_the_split_into_micro_batches_does_not_show(made: Callable[..., Parts], teacher: Path) -> None:

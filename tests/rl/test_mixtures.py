@@ -11,6 +11,7 @@ import torch
 
 from mantissa.base.errors import MantissaError
 from mantissa.model import Decoder
+from mantissa.precision import E4M3, SCHEMES, SQUARE, round_in_blocks
 from mantissa.rl import RunConfig, load_recipe, resume, start
 from mantissa.rl.assemble import Parts, _check_shape
 from mantissa.rl.experience import Experience
@@ -29,8 +30,9 @@ TASK = "task={kind: running_sum, min_digits: 1, max_digits: 3, train_size: 200, 
 COARSE = "precision={train: fp32, rollout: e8m3}"  # three bits: its router and the learner's often disagree
 
 
-def test_exact_kernels_have_no_flip(train: Train) -> None:
-    for row in train(*MIXTURE, "precision={preset: bf16, kernels: exact}").read_metrics():
+@pytest.mark.parametrize("preset", ["bf16", "fp8-experts", "mxfp8-experts", "nvfp4-experts", "int4-32-experts"])
+def test_exact_kernels_have_no_flip(train: Train, preset: str) -> None:
+    for row in train(*MIXTURE, f"precision={{preset: {preset}, kernels: exact}}").read_metrics():
         assert (row["gap/router_flips"], row["gap/equal_fraction"]) == (0, 1)
 
 
@@ -44,6 +46,36 @@ def test_a_coarse_rollout_flips_and_replay_narrows_the_gap(train: Train) -> None
     assert gaps["null"][2] == gaps["ids"][2] == gaps["weights"][2]
     assert gaps["ids"][1] < gaps["null"][1]
     assert gaps["weights"][1] < gaps["null"][1]
+
+
+@pytest.mark.parametrize("preset", ["nvfp4-experts", "nvfp4-experts-rollout", "fp8-experts"])
+def test_experts_alone_are_on_the_grid_of_the_format(parts_of: Any, preset: str) -> None:
+    """In the weights that the rollout holds, by the format's own definition; every other one is bf16's."""
+    parts = parts_of(configure(*MIXTURE, f"precision={preset}"))
+    masters = parts.learner.weights
+    parts.sampler.engine.sync(masters, 0)
+    copies = parts.sampler.engine._copies.weights
+    for name, master in masters.items():
+        held = copies[name].float()
+        if ".experts." not in name:
+            assert torch.equal(held, master.bfloat16().float()), name
+        elif preset == "fp8-experts":
+            assert torch.equal(held, round_in_blocks(master, E4M3, SQUARE)), name
+        else:
+            assert torch.equal(held, SCHEMES["nvfp4"].weight(master)), name
+
+
+def test_a_dense_policy_has_no_experts_to_choose(parts_of: Any) -> None:
+    with pytest.raises(MantissaError, match=r"precision\.quantized\.only: 'experts'.*it has no mixture of experts"):
+        parts_of(configure("warm_start=null", "precision=nvfp4-experts"))
+
+
+def test_nvfp4_in_experts_alone_is_nearer_than_in_all_layers(train: Train) -> None:
+    gaps = {
+        preset: train(*MIXTURE, f"precision={preset}", "steps=1").read_metrics()[0]["gap/abs_logp_diff_mean"]
+        for preset in ("bf16", "nvfp4-experts-rollout", "nvfp4-rollout")
+    }
+    assert gaps["bf16"] < gaps["nvfp4-experts-rollout"] < gaps["nvfp4-rollout"]
 
 
 def experience_of(parts: Parts, config: RunConfig) -> Experience:

@@ -32,6 +32,7 @@ KINDS = ("ddp", "fsdp2")
 OTHER = {"ddp": "fsdp2", "fsdp2": "ddp"}
 GRADIENT = ("precision=fp32", "warm_start=null", "optimizer.updates_per_batch=1", "model.fresh.initializer_range=0.2")
 FLOWRL = ("algorithm={loss: flowrl, reference: {}, correction: token_tis}", "optimizer.micro_batch_tokens=60")
+REVERSE_KL = "algorithm={loss: {kind: reverse_kl, support: 5}, reference: {path: TEACHER}}"
 FEW = ("algorithm.correction={reject_unit: sequence_max, reject_by: k1, reject_low: 0.5, reject_high: 1.7}",)
 # What makes a gradient: ranks have several micro-batches, unequal numbers of them, or none.
 GRADIENTS: dict[str, tuple[str, ...]] = {
@@ -39,12 +40,14 @@ GRADIENTS: dict[str, tuple[str, ...]] = {
     "few": (*GRADIENT, *FEW),
     "flowrl": (*GRADIENT, *FLOWRL),
     "fp16": (*GRADIENT, "precision=fp16"),
+    "reverse_kl": (*GRADIENT, REVERSE_KL, "optimizer.micro_batch_tokens=60"),
 }
 RUN = ("warm_start=null", "steps=4", "checkpoint.every=2", "optimizer.lr=2e-4", "task.aligned=true")
 RUN += ("task.reward=prefix", "optimizer.warmup=4")
 FP16 = ("precision=fp16", "loss_scaling={initial: 1024}")
 CENTRED = "algorithm={reference: {}, loss: {kind: reinforce, centering: 4}, correction: token_tis}"
 DYNAMIC = "rollout={prompts: 5, samples: 4, dynamic: {batch_prompts: 3, max_generation_batches: 40}, max_tokens: 6}"
+GAE = "algorithm={advantage: gae, loss: ppo_clip, critic: {lr: 1.0e-3, lam: 0.9}}"
 WARM = "warm_start={steps: 10, evaluate_every: 5, problems: 16}"
 RUNS: dict[str, tuple[str, ...]] = {
     "plain": (*RUN, "precision=fp32", "perfectible={samples: 3, low: 0.1, high: 0.9}"),
@@ -56,7 +59,8 @@ RUNS: dict[str, tuple[str, ...]] = {
         "precision=fp32",
     ),
     "exact": (*RUN, "precision={preset: bf16, kernels: exact}", "optimizer.micro_batch_tokens=100"),
-    "critic": (*RUN, "precision=fp32", "algorithm={advantage: gae, loss: ppo_clip, critic: {lr: 1.0e-3, lam: 0.9}}"),
+    "critic": (*RUN, "precision=fp32", GAE, "optimizer.micro_batch_tokens=60"),
+    "critic_lora": (*RUN, "precision=fp32", GAE, "model.lora={rank: 2, alpha: 4}", "optimizer.lr=1e-3"),
     "truncated": (*RUN, "precision=fp32", "rollout.top_p=0.8", CENTRED),
     # Experts that a rank's rows never reach have a gradient there too; else sharded ranks would wait for each other.
     "mixture": (
@@ -73,8 +77,8 @@ RUNS: dict[str, tuple[str, ...]] = {
 # Which jobs are tried how, each with the kind that could break it: slices (fsdp2) are gathered for exact kernels, lie
 # beside a head that is whole, and show an overflow to one rank alone; adapters are for ddp.
 AMONG = {
-    ("ddp", 2): {"plain", "fp16", "critic", "truncated", "mixture", "more"},
-    ("fsdp2", 2): {*RUNS} - {"critic", "more"},
+    ("ddp", 2): {"plain", "fp16", "critic", "critic_lora", "truncated", "mixture", "more"},
+    ("fsdp2", 2): {*RUNS} - {"critic_lora", "more"},
 }
 AMONG |= {(kind, 3): {"plain"} for kind in KINDS}
 SPLIT = {2: set(GRADIENTS), 3: {"untied", "few"}}
@@ -93,7 +97,8 @@ class Setting:
     done: dict[str, dict[str, Any]]
 
     def recipe(self, overrides: tuple[str, ...]) -> dict[str, Any]:
-        recipe = small_run.recipe("trackers=[]", *overrides)
+        teacher = str(self.folder / "teacher")
+        recipe = small_run.recipe("trackers=[]", *(each.replace("TEACHER", teacher) for each in overrides))
         if "task.aligned=true" in overrides:
             recipe["model"] = {"path": str(self.folder / "warm")} | {
                 key: value for key, value in recipe["model"].items() if key == "lora"
@@ -117,6 +122,7 @@ class Setting:
         of = f"{kind}-run-fp16" if world == 2 else f"{OTHER[kind]}-run-plain"
         yield job("resumed", "go_on", {"of": str(self.folder / "2" / of)})
         if world == 2:
+            yield job("resumed-critic", "go_on", {"of": str(self.folder / "2" / f"{kind}-run-critic")})
             yield job("mismatch", "mismatch", self.recipe(MISMATCH))
         if (kind, world) == ("fsdp2", 2):
             yield job("overflow", "overflow", self.recipe(OVERFLOW))
@@ -140,6 +146,9 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
         patch.setattr(small_run.REPORT, small_run.no_report)
         recipe = small_run.recipe("trackers=[]", warm, "task.aligned=true", "precision=fp32", "steps=1")
         rl_rank_worker.alone("train", recipe, folder / "warm")
+        other = ("trackers=[]", "warm_start=null", "precision=fp32", "steps=1", "seed=9")
+        recipe = small_run.recipe(*other, "model.fresh.initializer_range=0.25")
+        rl_rank_worker.alone("train", recipe, folder / "teacher")
         yield Setting(folder, {})
 
 
@@ -210,8 +219,9 @@ def test_a_batch_on_several_ranks_is_that_of_one(
         assert mine["tallies"] == first["tallies"]
         assert error(mine["gradients"], first["gradients"]) == 0
     low = name == "fp16"
-    for key in ("tokens", "advantage"):
-        assert torch.equal(first[key], alone[key]), key
+    of_log_probs = name == "reverse_kl"  # its advantages are differences of log-probs, the others' are of rewards
+    assert torch.equal(first["tokens"], alone["tokens"])
+    torch.testing.assert_close(first["advantage"], alone["advantage"], rtol=0, atol=1e-5 if of_log_probs else 0)
     for key in ("old", "entropy", "rollout", "reference"):
         if alone[key] is not None:
             torch.testing.assert_close(first[key], alone[key], rtol=0, atol=2e-3 if low else 3e-6)
@@ -270,6 +280,12 @@ def test_a_run_is_that_of_one_process(several: tuple[int, Path], setting: Settin
     assert {str(p.relative_to(there)) for p in there.rglob("*") if p.is_file()} == files
     environment = RunDirectory.open(there).environment
     assert (environment["processes"], environment["parallel"]) == (world, kind)
+    if name.startswith("critic"):  # its masters, moments and metrics too
+        for what in ("critic", "critic_optimizer"):
+            assert 0 < error(weights_of(there, what), weights_of(path, what)) < 2e-4
+        for mine, theirs in zip(found, expected, strict=True):
+            for key in ("critic/loss", "critic/value", "critic/grad_norm", "critic/explained"):
+                assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-5), (mine["step"], key)
 
 
 def test_an_overflow_on_one_rank_is_retried_by_all(launched: Launched) -> None:
@@ -316,8 +332,8 @@ def test_what_no_scale_can_cure_on_one_rank_stops_all(launched: Launched) -> Non
     assert "first non-finite value: the gradient of the output of " in said.pop()
 
 
-def weights_of(path: Path) -> dict[str, Tensor]:
-    return load_file(path / "checkpoints" / "step-4" / "policy.safetensors")
+def weights_of(path: Path, what: str = "policy") -> dict[str, Tensor]:
+    return load_file(path / "checkpoints" / "step-4" / f"{what}.safetensors")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -326,6 +342,10 @@ def test_resumed_by_as_many_it_has_the_same_bits(launched: Launched, kind: str) 
     assert error(weights_of(there), weights_of(whole)) == 0
     assert rows_of(there) == rows_of(whole)
     assert len(rows_of(there)) == 4
+    whole, there = launched[2] / f"{kind}-run-critic", launched[2] / f"{kind}-resumed-critic"
+    assert rows_of(there) == rows_of(whole)
+    for what in ("policy", "critic", "critic_optimizer"):
+        assert error(weights_of(there, what), weights_of(whole, what)) == 0
     assert "processes" not in RunDirectory.open(there).environment["resumed"][-1]["changed"]
 
 
@@ -335,6 +355,11 @@ def test_resumed_by_more_or_fewer_it_is_the_same_run(
     launched: Launched, setting: Setting, kind: str, count: int
 ) -> None:
     """Saved by two; resumed by one, and by three that hold the learner the other way."""
+    if count == 1:
+        whole, there = launched[2] / f"{kind}-run-critic", setting.folder / "1" / f"{kind}-resumed-critic"
+        rl_rank_worker.alone("go_on", {"of": str(whole)}, there)
+        for what in ("policy", "critic"):
+            assert 0 < error(weights_of(there, what), weights_of(whole, what)) < 2e-5
     whole = launched[2] / f"{kind}-run-plain"
     if count == 1:
         there = setting.folder / "1" / f"{kind}-resumed"

@@ -258,12 +258,17 @@ def test_one_writer_at_a_time_and_ctrl_c_says_how_to_go_on(
 def test_a_resume_keeps_the_bf16_that_the_run_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A measurement that comes out otherwise the second time changes no bit."""
     quick = (*QUICK, "precision=bf16", "evaluation=null", "checkpoint.every=1", "trackers=[]")
+    ways = {name: dict.fromkeys(cpu.CpuProducts(1.0).ways, (way * 6,) * 4) for name, way in ((True, "o"), (False, "t"))}
     for own in (True, False):
-        monkeypatch.setattr(cpu, "products", lambda own=own: cpu.CpuProducts(0.5 if own else 1.0))
+        first, second = (cpu.CpuProducts(0.5 if each else 1.0, ways=ways[each]) for each in (own, not own))
+        monkeypatch.setattr(cpu, "products", lambda first=first: first)
         start(configure(*quick, f"run_dir={tmp_path / str(own)}"))
         half = stopped(tmp_path / str(own), 1, tmp_path / f"{own}-half")
-        monkeypatch.setattr(cpu, "products", lambda own=own: cpu.CpuProducts(1.0 if own else 0.5))
+        monkeypatch.setattr(cpu, "products", lambda second=second: second)
         resume(half)
         assert rows_of(half) == rows_of(tmp_path / str(own))
-        kernels = {row["role"]: row["kernels"] for row in RunDirectory.open(half).environment["precision"]}
+        environment = RunDirectory.open(half).environment
+        assert cpu.CpuProducts.of(environment["products"]) == first
+        assert "products" not in environment["resumed"][-1]["changed"]
+        kernels = {row["role"]: row["kernels"] for row in environment["precision"]}
         assert kernels["learner"] == ("native" if own else "simulated")

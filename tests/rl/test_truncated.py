@@ -189,10 +189,11 @@ def test_the_doctor_measures_the_bias_that_ignoring_the_supports_would_cause(
 
 
 def test_what_cannot_keep_the_supports_is_refused_with_the_size_of_the_bias() -> None:
-    with pytest.raises(MantissaError, match=r"rollout\.top_p=0\.9: .* up to 0\.105 nats a token"):
+    with pytest.raises(MantissaError, match=r"rollout\.top_p=0\.9 alone: .* top_k too.* up to 0\.105 nats a token"):
         configure("rollout.engine=vllm", "precision=bf16", "rollout.top_p=0.9")
-    with pytest.raises(MantissaError, match=r"rollout\.top_k=20: .* log of the kept mass"):
-        configure("rollout.engine=vllm", "precision=bf16", "rollout.top_k=20")
+    with pytest.raises(MantissaError, match=r"rollout\.top_k=300: it tells at most 248.* log of the kept mass"):
+        configure("rollout.engine=vllm", "precision=bf16", "rollout.top_k=300")
+    configure("rollout.engine=vllm", "precision=bf16", "rollout.top_k=20", "rollout.top_p=0.9")
     with pytest.raises(MantissaError, match=r"verl's learner over the whole vocabulary .* up to 0\.223 nats a token"):
         export(configure(NUCLEUS, "precision=bf16"), LaunchOptions())
 

@@ -260,8 +260,8 @@ def test_what_is_refused_before_vllm_is_asked(build: Build) -> None:
     request = Request((5,), seed=1)
     engine.sync(masters(1, CONFIG), 1)
     cases = (
-        (request, dataclasses.replace(PARAMS, top_k=5), "without top-k and top-p"),
-        (request, dataclasses.replace(PARAMS, top_p=0.9), "without top-k and top-p"),
+        (request, dataclasses.replace(PARAMS, top_k=249), "it tells at most 248"),
+        (request, dataclasses.replace(PARAMS, top_p=0.9), "top_p=0.9 alone"),
         (request, dataclasses.replace(PARAMS, temperature=0.005), r"vLLM would sample at 0\.01"),
         (request, dataclasses.replace(PARAMS, stop=("x",)), "stop strings need text"),
         (Request((), seed=1), PARAMS, "the prompt is empty"),
@@ -282,3 +282,58 @@ def test_closing_ends_vllm_and_deletes_the_weights(build: Build) -> None:
     assert llm.closed
     assert not Path(llm.options["model"]).exists()
     engine.close()
+
+
+REQUEST = Request((5, 6), seed=7, samples=3)
+
+
+@pytest.mark.parametrize(
+    ("filters", "kept"),
+    [({"top_k": 2}, 2), ({"top_k": 3, "top_p": 0.8}, 1), ({"top_k": 3, "top_p": 0.99}, 3), ({"top_k": 30}, 4)],
+)
+def test_what_top_k_and_top_p_left_is_kept_with_each_token(build: Build, filters: dict[str, float], kept: int) -> None:
+    engine = build()
+    engine.sync(masters(1, CONFIG), 1)
+    params = dataclasses.replace(PARAMS, stop_token_ids=(), **filters)
+    for completion in engine.generate([REQUEST], params, 1)[0]:
+        support = completion.support
+        assert support is not None
+        assert support.fits(completion.tokens, CONFIG.vocab_size)
+        mask = support.mask(0, len(completion.tokens), CONFIG.vocab_size)
+        assert mask.sum(1).tolist() == [kept] * 6
+        assert bool(mask[:, :kept].all())
+        scaled = (-torch.arange(float(kept)) / 0.5).log_softmax(-1)
+        torch.testing.assert_close(completion.logp_T, scaled[list(completion.tokens)])
+    asked_for = LLM.made[-1].asked[-1]
+    assert (asked_for.top_k, asked_for.top_p) == (filters["top_k"], filters.get("top_p", 1.0))
+    assert asked_for.logprobs == min(filters["top_k"] + 8, CONFIG.vocab_size)
+
+
+def test_the_most_probable_tokens_come_with_each(build: Build) -> None:
+    engine = build()
+    engine.sync(masters(1, CONFIG), 1)
+    params = dataclasses.replace(PARAMS, most_probable=3, top_k=2, stop_token_ids=())
+    (completion, *_) = engine.generate([REQUEST], params, 1)[0]
+    top = completion.most_probable
+    assert top is not None
+    assert top.fits(6, CONFIG.vocab_size)
+    assert top.ids_TK[:, :2].tolist() == [[0, 1]] * 6
+    expected = (-torch.arange(2.0) / 0.5).log_softmax(-1)
+    torch.testing.assert_close(top.logp_TK[:, :2], expected.expand(6, 2))
+    assert bool((top.logp_TK[:, 2] == -torch.inf).all())
+
+
+def test_greedy_is_greedy_whatever_is_left_out(build: Build) -> None:
+    engine = build()
+    engine.sync(masters(1, CONFIG), 1)
+    (completion, *_) = engine.generate([REQUEST], dataclasses.replace(PARAMS, temperature=0.0, top_k=2), 1)[0]
+    assert completion.support is None
+    assert LLM.made[-1].asked[-1].top_k == 0
+
+
+def test_log_probs_that_are_not_of_what_was_kept_are_not_believed(build: Build) -> None:
+    """Of the whole vocabulary, of which fewer are told than there are: their mass is not 1."""
+    engine = build(fault=Fault(whole_logprobs=True, few=2))
+    engine.sync(masters(1, CONFIG), 1)
+    with pytest.raises(MantissaError, match=r"kept tokens of 0\.98.* of the probability"):
+        engine.generate([REQUEST], dataclasses.replace(PARAMS, top_k=2, stop_token_ids=()), 1)

@@ -78,6 +78,23 @@ def test_a_server_answers_as_the_processes_here_do(server: FakeServer, engine_on
     local.close()
 
 
+def test_a_server_tells_what_was_kept_as_the_processes_here_do(
+    server: FakeServer, engine_on: Callable[..., VllmEngine]
+) -> None:
+    """What top-k left, and the most probable tokens; a server sends a number for what has no probability."""
+    served, local = engine_on(server.url), VllmEngine(START, KERNELS)
+    params = dataclasses.replace(PARAMS, top_k=3, top_p=0.95, most_probable=4)
+    told: list[list[Any]] = []
+    for engine in (served, local):
+        engine.sync(masters(3), 7)
+        told.append([s for group in engine.generate(REQUESTS, params, 7) for s in group])
+    local.close()
+    for theirs, ours in zip(*told, strict=True):
+        assert theirs.support.fits(theirs.tokens, CONFIG.vocab_size)
+        for mine, other in ((theirs.support, ours.support), (theirs.most_probable, ours.most_probable)):
+            assert all(torch.equal(getattr(mine, name), value) for name, value in vars(other).items())
+
+
 def test_one_run_at_a_time(server: FakeServer, engine_on: Callable[..., VllmEngine]) -> None:
     first = engine_on(server.url)
     with pytest.raises(MantissaError, match="is in use by another run"):

@@ -187,6 +187,8 @@ class Fault:
 
     facts: dict[str, str] = field(default_factory=dict)  # another dtype than asked, ...
     raw_logprobs: bool = False
+    few: int = 4  # of how many tokens it tells
+    whole_logprobs: bool = False  # of what was there before top-k and top-p
     keeps: str = ""  # a module that loading in place does not renew
     keeps_cache: bool = False
     fails: str = ""  # on starting
@@ -282,14 +284,19 @@ class LLM:
     def _sampled(self, asked: Any) -> Any:
         """Tokens count up from the seed's; log-probs are of logits that fall by 1 a token, 4 tokens in all."""
         temperature = 1.0 if self.fault.raw_logprobs or not asked.temperature else asked.temperature
-        logp = (-torch.arange(4.0) / temperature).log_softmax(-1).tolist()
+        logp = (-torch.arange(4.0) / temperature).log_softmax(-1)
+        kept = min(asked.top_k or 4, int((logp.exp().cumsum(0) < asked.top_p - 1e-6).sum()) + 1)
+        if not self.fault.whole_logprobs:
+            logp = torch.where(torch.arange(4) < kept, logp, -torch.inf).log_softmax(-1)
+        logp = logp.tolist()
         tokens, finish = [], "length"
         for step in range(asked.max_tokens):
-            tokens.append((asked.seed + step) % 4)
+            tokens.append((asked.seed + step) % kept)
             if tokens[-1] in asked.stop_token_ids:
                 finish = "stop"
                 break
-        table = {token: SimpleNamespace(logprob=float("nan") if self.fault.nan else logp[token]) for token in range(4)}
+        told = range(self.fault.few)
+        table = {token: SimpleNamespace(logprob=float("nan") if self.fault.nan else logp[token]) for token in told}
         return SimpleNamespace(
             token_ids=tokens, logprobs=[table for _ in tokens], finish_reason=self.fault.finish or finish
         )

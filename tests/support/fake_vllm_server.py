@@ -81,7 +81,7 @@ class FakeServer:
         output = result.outputs[0]
         content = []
         for token, table in zip(output.token_ids, output.logprobs, strict=True):
-            near = [{"token_id": other, "logprob": one.logprob} for other, one in table.items()]
+            near = [{"token_id": other, "logprob": _clamped(one.logprob)} for other, one in table.items()]
             own = {"token_id": token, "logprob": _clamped(table[token].logprob)}
             content.append(own | {"top_logprobs": near[: max(asked.logprobs, 1)]})
         choice = {"index": 0, "token_ids": output.token_ids, "finish_reason": output.finish_reason}

@@ -53,7 +53,8 @@ def gradients(recipe: Recipe, folder: Path) -> dict[str, Any]:
         parts.sampler.engine.sync(parts.learner.weights, 0)
         experience = sampled(parts)
         if parts.reference is not None:
-            parts.reference.take(parts.learner.weights, 0)
+            if parts.reference.teacher is None:
+                parts.reference.take(parts.learner.weights, 0)
             experience = replace(experience, ref_logp_BR=parts.reference.score(experience))
         learner, found = parts.learner, {}
 

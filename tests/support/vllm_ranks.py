@@ -20,7 +20,7 @@ from mantissa.base.ranks import Ranks
 from mantissa.kernels import rollout_kernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import FP32, PrecisionPolicy, resolve
-from mantissa.rl.assemble import place
+from mantissa.rl.placing import place
 from mantissa.rollout import NativeEngine, Request, SamplingParams, VllmEngine, VllmStart
 from mantissa.rollout.vllm.server import WeightFolder
 from naive_engine import reference_gaps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +98,42 @@ def test_an_optimiser_that_cannot_be_probed_says_why() -> None:
     model = network()
     found = audit(model, Strange(model.parameters(), lr=0.1))
     assert found.update == "not probed: Strange over one parameter raised RuntimeError: needs a mesh"
+
+
+class Stochastic(torch.optim.Optimizer):
+    """Steps of lr against the gradient; with ``by_chance``, which no group says, rounded up or down by chance."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, by_chance: bool = False) -> None:
+        super().__init__(params, {"lr": lr})
+        self.by_chance = by_chance
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                exact = p.double() - group["lr"] * p.grad.double()
+                if self.by_chance and p.dtype == torch.bfloat16:
+                    bits = exact.float().view(torch.int32)
+                    exact = (bits + torch.randint_like(bits, 1 << 16) & ~0xFFFF).view(torch.float32)
+                p.copy_(exact)
+
+
+@pytest.mark.parametrize("by_chance", [False, True])
+def test_what_an_optimiser_keeps_beside_its_groups_is_probed_too(by_chance: bool) -> None:
+    model = network().bfloat16()
+    found = audit(model, Stochastic(model.parameters(), by_chance=by_chance))
+    assert found.adds_up == by_chance
+    assert any("are lost" in text for text in found.warnings) != by_chance
+
+
+def test_an_optimiser_is_probed_with_all_that_it_was_made_with() -> None:
+    """Adafactor's own default, a relative step, is refused together with a rate."""
+    from transformers.optimization import Adafactor
+
+    model = network().bfloat16()
+    found = audit(model, Adafactor(model.parameters(), lr=1e-3, relative_step=False, scale_parameter=False))
+    assert found.adds_up is False, found
+    assert found.smallest is not None
 
 
 def test_nothing_is_touched() -> None:

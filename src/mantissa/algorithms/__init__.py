@@ -34,7 +34,9 @@ from mantissa.algorithms.losses import (
     PartitionSettings,
     PPOClipConfig,
     ReinforceConfig,
+    ReverseKLConfig,
     SAPOConfig,
+    reverse_kl,
 )
 from mantissa.algorithms.reference import KLConfig, kl_loss, kl_reward, reference_drift
 
@@ -65,6 +67,7 @@ __all__ = [
     "PartitionSettings",
     "ReferenceConfig",
     "ReinforceConfig",
+    "ReverseKLConfig",
     "SAPOConfig",
     "advantage",
     "aggregation_scale",
@@ -79,6 +82,7 @@ __all__ = [
     "of_rewards",
     "off_policy_mask",
     "reference_drift",
+    "reverse_kl",
     "value_loss",
     "values",
 ]  # fmt: skip

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from mantissa.bench.rows import Row, stamp, write_jsonl
 from mantissa.kernels import learner_kernels, rollout_kernels
 from mantissa.mismatch.estimates import gap_estimates
 from mantissa.model import Decoder, Tokenizer, policy_weights
-from mantissa.precision import Emulation, PrecisionPolicy, ResolvedPrecision, resolve
+from mantissa.precision import SCHEMES, Emulation, PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.config.sections import RolloutConfig
 from mantissa.rl.engines import build_engine, emulated, on_vllm
@@ -85,7 +86,18 @@ def parse_pair(name: str) -> Pair:
     exact = words == ["exact"]
     try:
         learner, sampler = (PrecisionPolicy.parse(side) for side in (train, rollout if slash else train))
-        policy = PrecisionPolicy(train=learner.train, rollout=sampler.rollout, kernels="exact" if exact else "fast")
+        sides: dict[str, Any] = {
+            "train": learner.train,
+            "rollout": sampler.rollout,
+            "kernels": "exact" if exact else "fast",
+        }
+        for name, formats_of in (("fp8", {"fp8"}), ("quantized", set(SCHEMES))):
+            found = ((learner, learner.train), (sampler, sampler.rollout))
+            sections = [getattr(side, name) for side, used in found if used in formats_of]
+            if len(set(map(repr, sections))) > 1:
+                raise MantissaError("one side has it in all layers and the other in some; choose one for both")
+            sides |= {name: sections[0]} if sections else {}
+        policy = PrecisionPolicy(**sides)
         return policy, Emulation.parse(words) if words and not exact else None
     except MantissaError as error:
         said = "a pair is a preset or TRAIN/ROLLOUT of two, either with +exact, or with +serving or +SWITCH"

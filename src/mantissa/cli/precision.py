@@ -23,7 +23,7 @@ def precision(
     from rich.text import Text
 
     from mantissa.base.device import choose_device
-    from mantissa.precision import PRESETS, Emulation, PrecisionPolicy, resolve
+    from mantissa.precision import PRESETS, Emulation, PrecisionPolicy, cpu, resolve
     from mantissa.rl.engines import emulated
     from mantissa.rl.exact import prove
     from mantissa.runs.live import precision_table
@@ -31,6 +31,12 @@ def precision(
     chosen = choose_device(device)
     console = screen()
     emulation = None if emulate is None else Emulation.parse(split(emulate))
+    if chosen.type == "cpu":
+        table = cpu.products()
+        console.print(Text(f"{table}; the fastest right way of other products, measured once on this machine:"))
+        for line in table.lines():
+            console.print(Padding(Text(line, style="dim"), (0, 0, 0, 2)))
+        console.print()
     for name in [preset] if preset else PRESETS:
         resolved = resolve(PrecisionPolicy.parse(name), chosen)
         if emulation is not None:

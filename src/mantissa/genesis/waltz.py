@@ -29,6 +29,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.base.seeds import stream_slice
 from mantissa.model import Decoder, base_parameters
+from mantissa.precision.cpu import CpuProducts
 from mantissa.rl.assemble import Parts, assemble, most_tokens
 from mantissa.rl.collect.batch import Batch, sample_metrics
 from mantissa.rl.collect.sampler import Sample
@@ -47,8 +48,8 @@ from mantissa.tasks.requests import Feedback, label_of
 from mantissa.training import Checkpoint, load_checkpoint, save_checkpoint, saved_steps
 
 
-def assemble_two(config: RunConfig, ranks: Ranks = ALONE, own: frozenset[str] | None = None) -> Parts:
-    """The parts of a conversation policy, and in them those of its feedback policy; ``own``: ``assemble``'s."""
+def assemble_two(config: RunConfig, ranks: Ranks = ALONE, products: CpuProducts | None = None) -> Parts:
+    """The parts of a conversation policy, and in them those of its feedback policy; ``products``: ``assemble``'s."""
     waltz, other = config.waltz, config.of_feedback
     assert waltz is not None
     if config.model.tokenizer != other.model.tokenizer:
@@ -60,9 +61,9 @@ def assemble_two(config: RunConfig, ranks: Ranks = ALONE, own: frozenset[str] | 
     if waltz.judge is not None:
         task.verifier = waltz.judge.verifier()
     script = Script.of(task, waltz.review, waltz.revise)
-    parts = assemble(config, ranks, task, own)
+    parts = assemble(config, ranks, task, products)
     try:
-        parts = replace(parts, feedback=assemble(other, ranks, Reviews(task, script), own))
+        parts = replace(parts, feedback=assemble(other, ranks, Reviews(task, script), products))
         _check_dialogues(config, parts, script)
     except BaseException:
         parts.close()

@@ -49,17 +49,18 @@ def _kernels(role: ResolvedRole, precision: ResolvedPrecision, plan: ExactPlan |
             f"precision: the {role.role}'s {'exact kernels' if role.exact else 'fp8 products'} are Triton kernels, and "
             "triton is not installed; it comes with torch's CUDA build"
         )
+    table = precision.products
     if role.emulation is not None:
-        return EmulatedKernels(fmt, role.emulation, logits, copies, role.fp8)
+        return EmulatedKernels(fmt, role.emulation, logits, copies, role.fp8, table)
     if role.exact and not cuda:
         if plan is None:
             raise ValueError(f"the {role.role}'s kernels are exact: pass the plan that plan_exact made")
-        return ExactKernels(fmt, plan, logits, copies, cache, role.fp8)
+        return ExactKernels(fmt, plan, logits, copies, cache, role.fp8, table)
     if role.exact:
         return ExactNativeKernels(fmt, logits, role.fp8, cache)
     if role.backend == "native":
-        return NativeKernels(fmt, logits, role.fp8)
-    return SimulatedKernels(fmt, logits, copies, role.fp8)
+        return NativeKernels(fmt, logits, role.fp8, table, copies and not cuda)
+    return SimulatedKernels(fmt, logits, copies, role.fp8, table)
 
 
 __all__ = [

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from mantissa.kernels.simulated import Product, RMSNorm, SimulatedKernels, _fold, _query_blocks, _SwiGLU
 from mantissa.precision import FP32, Emulation, Fp8Policy, NumberFormat, round_to_format, round_to_format_
+from mantissa.precision.cpu import CpuProducts
 
 SPLITS = 4
 BLOCK = 16
@@ -41,7 +42,7 @@ _SHARDED = ("o_proj", "down_proj")  # whose inputs tensor parallelism divides
 class EmulatedKernels(SimulatedKernels):
     """The operations in ``fmt``, fp32 included, on fp32 tensors, with the switches of ``emulation``. See ``Kernels``.
 
-    ``weights_on_grid``, ``fp8``: as in ``SimulatedKernels``.
+    ``weights_on_grid``, ``fp8``, ``table``: as in ``SimulatedKernels``.
     """
 
     def __init__(
@@ -51,8 +52,9 @@ class EmulatedKernels(SimulatedKernels):
         logits_format: NumberFormat = FP32,
         weights_on_grid: bool = False,
         fp8: Fp8Policy | None = None,
+        table: CpuProducts | None = None,
     ) -> None:
-        super().__init__(fmt, fmt if emulation.logits else logits_format, weights_on_grid, fp8)
+        super().__init__(fmt, fmt if emulation.logits else logits_format, weights_on_grid, fp8, table)
         self.emulation = emulation
 
     @property

@@ -23,13 +23,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mantissa.kernels import products
+from mantissa.kernels.products import Products
 from mantissa.kernels.simulated import (
     CausalAttention,
     Linear,
     Product,
     RMSNorm,
     Rotate,
+    activation_values,
     cached_probabilities,
+    weight_values,
 )
 from mantissa.precision import (
     BF16,
@@ -41,21 +44,33 @@ from mantissa.precision import (
     int8_codes,
     round_to_format,
 )
+from mantissa.precision.cpu import CpuProducts
 from mantissa.precision.numerics import token_logprob
 
 
 class NativeKernels:
     """The operations in ``fmt``, on tensors of dtype ``fmt.dtype``. See ``Kernels`` for each one's contract.
 
-    ``fp8``: which products have fp8 operands (CUDA, Hopper and later), or int8 ones (a CPU, and copies alone: they have
-    no gradient); ``fmt`` is then their base.
+    ``fp8``: which products have fp8 operands (CUDA, Hopper and later), or on a CPU, and of copies alone, int8 ones, or
+    codes times powers of two, whose values are bf16's; ``fmt`` is then their base. ``table``: which way a CPU
+    multiplies; None: as measured on this machine. ``copies``: the weights given are those that ``copied`` made, and
+    have no gradient.
     """
 
-    def __init__(self, fmt: NumberFormat, logits_format: NumberFormat = FP32, fp8: Fp8Policy | None = None) -> None:
+    def __init__(
+        self,
+        fmt: NumberFormat,
+        logits_format: NumberFormat = FP32,
+        fp8: Fp8Policy | None = None,
+        table: CpuProducts | None = None,
+        copies: bool = False,
+    ) -> None:
         self.format = fmt
         self.dtype = fmt.dtype
         self.logits_format = logits_format
         self.fp8 = fp8
+        self.weights_on_grid = copies and fp8 is not None
+        self.products = Products("bf16" if fmt is BF16 else "fp32", table)
         self._flash_attn = fmt is not FP32 and importlib.util.find_spec("flash_attn") is not None
 
     def weight(self, master: Tensor) -> Tensor:
@@ -69,8 +84,10 @@ class NativeKernels:
             return round_to_format(master.detach(), self.format)  # logits are an fp32 product: widened once, here
         if self.fp8 is None or not self._in_fp8(layer):
             return self.weight(master.detach())
-        if isinstance(self.fp8, Quantized):
+        if _is_int8(self.fp8):
             return BlockScaled(*int8_codes(master))
+        if master.device.type == "cpu":
+            return weight_values(master, self.fp8).to(self.dtype)  # codes times powers of two: exact in bf16
         from mantissa.kernels.triton.products import quantized_weight
 
         return quantized_weight(master, self.fp8)
@@ -88,15 +105,19 @@ class NativeKernels:
         self, x_NE: Tensor, weight_FE: Tensor | BlockScaled, bias_F: Tensor | None = None, layer: str = ""
     ) -> Tensor:
         bias = None if bias_F is None else self.weight(bias_F)
-        if not self._in_fp8(layer):
+        quantized = self._in_fp8(layer)
+        if quantized and isinstance(weight_FE, Tensor) and not x_NE.is_cuda and not _is_int8(self.fp8):
+            assert self.fp8 is not None
+            x_NE, quantized = activation_values(x_NE.float(), self.fp8).to(self.dtype), False
+        if not quantized:
             assert isinstance(weight_FE, Tensor)  # only what the policy names is kept as codes
             weight = self.weight(weight_FE)
             if weight.is_mkldnn or (self._is_cpus_own(x_NE) and not torch.is_grad_enabled()):
-                return products.product(x_NE, weight, bias)
+                return self.products.forward(x_NE, weight, bias)
             if self._is_cpus_own(x_NE):
-                return Linear.apply(x_NE, weight, bias, FP32, FP32, products.product)
+                return Linear.apply(x_NE, weight, bias, FP32, FP32, self.products.forward, self.products)
             return F.linear(x_NE, weight, bias)
-        if isinstance(self.fp8, Quantized):
+        if _is_int8(self.fp8):
             codes = weight_FE if isinstance(weight_FE, BlockScaled) else BlockScaled(*int8_codes(weight_FE))
             wide = None if bias is None else bias.float()
             return products.int8(x_NE.detach(), codes, wide).to(self.dtype)
@@ -118,13 +139,24 @@ class NativeKernels:
 
     def router(self, x_NE: Tensor, weight_XE: Tensor) -> Tensor:
         if weight_XE.is_mkldnn:  # a copy on a CPU, widened when it was made unless logits are rounded anyway
-            return products.product(x_NE.to(weight_XE.dtype), weight_XE).float()
+            return self.products.forward(x_NE.to(weight_XE.dtype), weight_XE).float()
         if self._is_cpus_own(x_NE):
-            return Linear.apply(x_NE, self.weight(weight_XE), None, FP32, FP32, products.product)
+            how = FP32, FP32, self.products.forward, self.products
+            return Linear.apply(x_NE, self.weight(weight_XE), None, *how)
         weight = self.weight(weight_XE)
         if self.format is FP32:
             return F.linear(x_NE, weight)
-        return ProductOf.apply(x_NE, weight, None, _half_product_to_float)
+        return ProductOf.apply(x_NE, weight, None, self._product_to_float)
+
+    def _product_to_float(self, x_NE: Tensor, weight_VE: Tensor, _: Tensor | None) -> Tensor:
+        """x @ w^T with half operands and an fp32 result.
+
+        Torch's ``mm`` with ``out_dtype=torch.float32`` (CUDA only) keeps the accumulator instead of rounding it. A CPU
+        has no such product; widening the operands gives the same products and the same fp32 sum.
+        """
+        if x_NE.is_cuda:
+            return torch.mm(x_NE, weight_VE.t(), out_dtype=torch.float32)
+        return self.products.forward(x_NE.float(), weight_VE.float())
 
     def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
         return token_logprob(logits_NV, tokens_N, temperature)
@@ -166,8 +198,8 @@ class NativeKernels:
             )
             return out_BTHD.transpose(1, 2)
         if not q_BHTD.is_cuda:  # in a half, torch's own is no faster, and rounds gradients at other places
-            wide = CausalAttention.apply(q_BHTD.float(), k_BKTD.float(), v_BKTD.float(), self.format)
-            return wide.to(self.dtype)
+            wide = (x.float() for x in (q_BHTD, k_BKTD, v_BKTD))
+            return CausalAttention.apply(*wide, self.format, self.products).to(self.dtype)
         group = q_BHTD.shape[1] // k_BKTD.shape[1]
         if group > 1 and q_BHTD.is_cuda and self.format is FP32:
             k_BKTD, v_BKTD = k_BKTD.repeat_interleave(group, 1), v_BKTD.repeat_interleave(group, 1)
@@ -175,8 +207,13 @@ class NativeKernels:
         return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=grouped)
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
-        p_BKGS = cached_probabilities(q_BHD, k_BKSD, length_B).to(self.dtype)
+        with self.products.heads(q_BHD, q_BHD.shape[1] // k_BKSD.shape[1], k_BKSD[0, 0].numel()):
+            p_BKGS = cached_probabilities(q_BHD, k_BKSD, length_B).to(self.dtype)
         return (p_BKGS @ v_BKSD.to(self.dtype)).reshape(q_BHD.shape)  # a cache may be coarser than the rollout
+
+
+def _is_int8(fp8: Fp8Policy | None) -> bool:
+    return isinstance(fp8, Quantized) and fp8.scheme == "int8"
 
 
 class ProductOf(torch.autograd.Function):
@@ -197,14 +234,3 @@ class ProductOf(torch.autograd.Function):
         # None of a frozen head: V by E values that nobody reads.
         grad_weight = flat.t() @ x_NE.reshape(-1, x_NE.shape[-1]) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, flat.sum(0) if ctx.needs_input_grad[2] else None, None
-
-
-def _half_product_to_float(x_NE: Tensor, weight_VE: Tensor, _: Tensor | None) -> Tensor:
-    """x @ w^T with half operands and an fp32 result.
-
-    Torch's ``mm`` with ``out_dtype=torch.float32`` (CUDA only) keeps the accumulator instead of rounding it. A CPU has
-    no such product; widening the operands gives the same products and the same fp32 sum.
-    """
-    if x_NE.is_cuda:
-        return torch.mm(x_NE, weight_VE.t(), out_dtype=torch.float32)
-    return products.product(x_NE.float(), weight_VE.float())

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mantissa.base.errors import MantissaError
 from mantissa.kernels.interface import Kernels
+from mantissa.kernels.products import Products
 from mantissa.precision import (
     E4M3,
     FP16,
@@ -31,6 +32,7 @@ from mantissa.precision import (
     Fp8Policy,
     NumberFormat,
     Quantized,
+    cpu,
     format_named,
     round_to_format,
 )
@@ -106,7 +108,6 @@ def _fp8_forward_checks(products: _Products, fp8: Fp8Policy, layer: str) -> list
     near, far_x, far_w = {(0, 1): largest}, {(0, 127): largest}, {(127, 127): largest}  # meet nothing that is read
     tiny, tinier = 2.0**-12, 2.0**-20
     kind = "a power of two" if fp8.power_of_two else "its largest value"
-    outside = {"what has no name": "", **{pattern: f"layers.{pattern}" for pattern in fp8.exclude}}
     return [
         ("rounds an input of 1+1/16 to 1", first({**half_way, **near}, kept), 1.0),
         ("keeps an input of 1+1/8", first({(0, 0): 1.125, **near}, kept), 1.125),
@@ -123,7 +124,7 @@ def _fp8_forward_checks(products: _Products, fp8: Fp8Policy, layer: str) -> list
         (f"scales by {kind}", first({(0, 0): 300.0}, kept), 288.0 if fp8.power_of_two else 300.0),
         *(
             (f"leaves {what} in the base", first({**half_way, **near}, kept, name), _HALF_WAY)
-            for what, name in outside.items()
+            for what, name in _outside(fp8).items()
         ),
     ]
 
@@ -178,17 +179,28 @@ def _scheme_checks(products: _Products, quantized: Quantized, layer: str) -> lis
         *sums,
         (f"quantises a weight of 6 to {quantized.scheme}", read(0), in_base(_OF_SIX.get(quantized.scheme, 6.0) * one)),
         ("quantises 0.3 beside 6 by their block's scale", read(1), in_base(_BESIDE_SIX[quantized.scheme] * one)),
-        ("leaves what has no name in the base", read(1, name=""), in_base(in_base(0.3))),
+        *(
+            (f"leaves {what} in the base", read(1, name), in_base(in_base(0.3)))
+            for what, name in _outside(quantized).items()
+        ),
     ]
 
 
 def _quantized_layer(fp8: Fp8Policy) -> str:
     """The name of a layer that the policy quantises, whatever it excludes by number."""
     for index in range(len(fp8.exclude) + 1):
-        name = f"layers.{index}.proved"
-        if fp8.quantizes(name):
-            return name
-    raise MantissaError("precision.fp8.exclude leaves no layer in fp8; exclude less, or ask for the base format")
+        for pattern in fp8.only or ("proved",):
+            name = pattern if "layers" in pattern.split(".") else f"layers.{index}.{pattern}"
+            if fp8.quantizes(name):
+                return name
+    raise MantissaError(f"{fp8.called}.exclude leaves no layer in {fp8.kind}; exclude less, or ask for the base format")
+
+
+def _outside(fp8: Fp8Policy) -> dict[str, str]:
+    """Names of layers that the policy leaves in the base, by what they stand for."""
+    excluded = {pattern: f"layers.{pattern}" for pattern in fp8.exclude}
+    other = "layers.other"  # than those that it names
+    return {"what has no name": "", **excluded, **({} if fp8.quantizes(other) else {"other layers": other})}
 
 
 def probe(kernels: Kernels, device: torch.device | str) -> str:
@@ -206,6 +218,9 @@ def probe(kernels: Kernels, device: torch.device | str) -> str:
         return kernels.linear(x.to(kernels.dtype), weight)
 
     checks = product_checks(kernels.format, linear, device, torch.autograd.grad, of_weight=not on_grid)
+    used = getattr(kernels, "products", None)
+    if isinstance(used, Products) and torch.device(device).type == "cpu":
+        checks += way_checks(used)
     logits = kernels.logits(first_row([1.0, u / 4], device).to(kernels.dtype), first_row([1.0, 1.0], device))
     exact = torch.tensor(1 + u / 4, dtype=torch.float64)
     expected = round_to_format(exact, logits_format).item()
@@ -216,6 +231,26 @@ def probe(kernels: Kernels, device: torch.device | str) -> str:
     where = f"in the {type(kernels).__name__} on {device}"
     evidence = proved(checks, kernels.format.name, where)
     return evidence if fp8 is None else f"{evidence}; {proved(fp8_checks(kernels, fp8, device), fp8.kind, where)}"
+
+
+def way_checks(products: Products) -> list[Check]:
+    """What each library beside torch's own must show, in the smallest product that it has of each side: sums of
+    integers that fp32 holds are exact, and operands keep all the digits that they may have (24 bits, or bf16's 8)."""
+    checks: list[Check] = []
+    generator, table, operands = torch.Generator().manual_seed(0), products.table or cpu.products(), products.operands
+    digits = 1 + 2.0**-7 if operands == "bf16" else 1 + 2.0**-23
+    sides: tuple[cpu.Side, ...] = ("forward", "input", "weight", "heads")
+    for side in sides:
+        call = cpu.heads if side == "heads" else cpu.multiply
+        for way, name, (rows, inner, outer) in table.smallest(operands, side):
+            x, y = cpu.operands_of(side, rows, inner, outer, generator)
+            exact = x.double() @ (y if side == "heads" else y.t()).double()
+            one = torch.zeros_like(y)
+            one[..., 0, 0] = 1.0
+            kept = call(way, torch.full_like(x, digits), one)[..., 0]
+            wrong = (call(way, x, y).double() != exact).sum() + (kept != digits).sum()
+            checks.append((f"multiplies exactly by {name} ({side})", float(wrong), 0.0))
+    return checks
 
 
 def proved(checks: list[Check], name: str, where: str, also: str = "") -> str:

@@ -1,9 +1,9 @@
-"""The products of the fast families on a CPU: oneDNN's where it is the faster library, else torch's own.
+"""The products of the fast families on a CPU, by the library that is the faster one for a shape (``precision/cpu.py``).
 
 What torch calls for ``x @ w^T`` packs the weight anew at each call, which for a few rows costs as much as the product:
 16 rows of a 576 x 3072 weight run at 40 GFLOP/s on one core of an AMD EPYC (Zen 4, AVX-512) whose peak is 105. oneDNN,
-which comes with torch, gives 48 there, and 73 where the weight was packed beforehand; from 512 rows on it gives 100
-where the other gives 85. Both compute in fp32. It costs 10 us a call, so small products stay where they are.
+which comes with torch, gives 48 there, and 73 where the weight was packed beforehand. On Zen 5 it takes less than half
+of the other's time from 64 rows on, in all three products of a linear map (576 x 1536, one thread).
 
 A packed weight is an ordinary tensor in a layout of oneDNN's own: its values are the same, and ``to_dense`` gives them
 back. Only what does not train is kept so. In bf16, where the processor multiplies it itself, a packed product takes
@@ -16,35 +16,56 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mantissa.base.errors import MantissaError
 from mantissa.precision import BlockScaled, cpu, int8_codes
 
 _ONEDNN = torch.backends.mkldnn.is_available()
-_SMALL_PRODUCT = 1 << 21  # multiplications below which a call's overhead is more than what oneDNN saves
 _SMALL_WEIGHT = 1 << 16
 _INT8_FEATURES = (1 << 17) - 1  # of 128 * 128 each: one more could make 2^31
 
 
-def product(x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
-    """x @ weight^T + bias, fp32; ``weight_FE`` may be packed. Not differentiable: for use inside an operation."""
-    packed = weight_FE.is_mkldnn
-    small = x_NE.numel() * len(weight_FE) < _SMALL_PRODUCT
-    if not packed and (small or not _ONEDNN or x_NE.is_cuda or not weight_FE.is_contiguous()):
-        return F.linear(x_NE, weight_FE, bias_F)  # oneDNN reads parts of weights by a loop a thousand times slower
-    if not x_NE.numel():
-        return x_NE.new_zeros(*x_NE.shape[:-1], weight_FE.shape[0])
-    return onednn(x_NE, weight_FE, bias_F)
+class Products:
+    """The three products of a linear map, each by the way that was measured to be the fastest for its shape.
 
+    ``operands``: what the fp32 tensors hold, any values or bf16's; what has bf16's dtype has one way. ``table``: what
+    was measured (``precision/cpu.py``); None: on this machine. Not differentiable: for use inside an operation.
+    """
 
-def onednn(x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
-    """The same by oneDNN, whatever the size."""
-    out_NF: Tensor = torch.ops.mkldnn._linear_pointwise(x_NE.contiguous(), weight_FE, bias_F, "none", [], "")
-    return out_NF
+    def __init__(self, operands: cpu.Operands = "fp32", table: cpu.CpuProducts | None = None) -> None:
+        self.operands, self.table = operands, table
+
+    def _way(self, side: cpu.Side, x: Tensor, rows: int, weight: int) -> str:
+        if x.is_cuda:
+            return cpu.TORCH
+        if self.table is None:  # not before there is a product: what runs on a GPU needs none
+            self.table = cpu.products()
+        return self.table.way(self.operands, side, rows, weight)
+
+    def forward(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        """x @ weight^T + bias; ``weight_FE`` may be packed."""
+        if weight_FE.is_mkldnn:
+            return cpu.multiply(cpu.ONEDNN, x_NE, weight_FE, bias_F)
+        way = self._way("forward", x_NE, x_NE.numel() // max(1, x_NE.shape[-1]), weight_FE.numel())
+        return cpu.multiply(way, x_NE, weight_FE, bias_F)
+
+    def of_input(self, grad_NF: Tensor, weight_FE: Tensor) -> Tensor:
+        """The gradient of x: grad @ weight."""
+        rows = grad_NF.numel() // max(1, grad_NF.shape[-1])
+        return cpu.multiply(self._way("input", grad_NF, rows, weight_FE.numel()), grad_NF, weight_FE.t())
+
+    def of_weight(self, grad_NF: Tensor, x_NE: Tensor) -> Tensor:
+        """The gradient of the weight: grad^T @ x, of two matrices."""
+        way = self._way("weight", grad_NF, len(grad_NF), grad_NF.shape[1] * x_NE.shape[1])
+        return cpu.multiply(way, grad_NF.t(), x_NE.t())
+
+    def heads(self, x: Tensor, rows: int, values: int) -> AbstractContextManager[None]:
+        """Within this, batched products take the way of ``rows`` rows by ``values`` values for each head."""
+        return cpu.switched(self._way("heads", x, rows, values) == cpu.BF16)
 
 
 def int8(x_NE: Tensor, weight_FE: BlockScaled, bias_F: Tensor | None = None) -> Tensor:

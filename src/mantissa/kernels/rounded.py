@@ -37,6 +37,8 @@ from torch._ops import OpOverload
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from mantissa.precision import cpu
+
 HALF = (torch.float16, torch.bfloat16)
 
 _PRODUCTS = str.split("""
@@ -44,6 +46,7 @@ _PRODUCTS = str.split("""
     convolution convolution_overrideable convolution_backward convolution_backward_overrideable
     conv_tbc conv_tbc_backward _trilinear
 """)
+_SWITCHED = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm")}
 _ONE_ROUNDING = str.split("""
     sigmoid_backward glu_backward logit logit_backward logsumexp prod _softmax _log_softmax
     avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
@@ -128,7 +131,15 @@ def _round_once(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     (dtype,) = dtypes
     if dtype not in HALF:
         return func(*args, **kwargs)
-    return _widened(func, args, kwargs, torch.float32, lambda i, out: _narrow(out, dtype))
+    with cpu.switched(dtype is torch.bfloat16 and func._schema.name in _SWITCHED and _gains(args)):
+        return _widened(func, args, kwargs, torch.float32, lambda i, out: _narrow(out, dtype))
+
+
+def _gains(args: tuple[Any, ...]) -> bool:
+    """Whether this CPU multiplies matrices of these sizes faster where oneDNN may take their values for bf16's."""
+    x, y = [a for a in args if isinstance(a, Tensor) and a.dim() > 1][-2:]
+    rows, values = x.shape[-2], y.shape[-2] * y.shape[-1]
+    return x.device.type == "cpu" and cpu.products().way("bf16", "heads", rows, values) == cpu.BF16
 
 
 def _round_unless_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

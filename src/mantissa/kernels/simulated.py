@@ -27,16 +27,18 @@ forward and backward), and at 1024 positions no more.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mantissa.kernels import products
+from mantissa.kernels.products import Products
 from mantissa.precision import (
     ALONG_COLUMNS,
     ALONG_ROWS,
+    BF16,
     E4M3,
     FP32,
     SCHEMES,
@@ -49,6 +51,7 @@ from mantissa.precision import (
     round_to_format,
     round_to_format_,
 )
+from mantissa.precision.cpu import CpuProducts
 from mantissa.precision.numerics import token_logprob
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of rows N,E, a weight F,E and a bias: N,F
@@ -102,18 +105,19 @@ class ScaledLinear(torch.autograd.Function):
         fp8: Fp8Policy,
         base: NumberFormat,
         product: Product,
+        products: Products,
         on_grid: bool,
     ) -> Tensor:
         values_FE = weight_FE if on_grid else weight_values(weight_FE, fp8)
         operand_NE = activation_values(x_NE, fp8)
         ctx.save_for_backward(x_NE, values_FE)
-        ctx.fp8, ctx.base = fp8, base
+        ctx.fp8, ctx.base, ctx.products = fp8, base, products
         return round_to_format_(product(operand_NE, values_FE, bias_F), base)
 
     @staticmethod
     def backward(
         ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None, None]:
         x_NE, values_FE = ctx.saved_tensors
         fp8, base = ctx.fp8, ctx.base
         fmt, power_of_two = fp8.backward_format, fp8.power_of_two
@@ -122,23 +126,24 @@ class ScaledLinear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             operand_NF = grad_NF if fmt is None else round_in_blocks(grad_NF, fmt, ALONG_ROWS, power_of_two)
-            grad_x = round_to_format_(operand_NF @ values_FE, base)
+            grad_x = round_to_format_(ctx.products.of_input(operand_NF, values_FE), base)
         if ctx.needs_input_grad[1]:
             g_NF, x_NE = flat_NF, x_NE.reshape(-1, x_NE.shape[-1])
             if fmt is not None:
                 g_NF = round_in_blocks(g_NF, fmt, ALONG_COLUMNS, power_of_two)
                 x_NE = round_in_blocks(x_NE, E4M3, ALONG_COLUMNS, power_of_two)
-            grad_weight = round_to_format_(g_NF.t() @ x_NE, base)
+            grad_weight = round_to_format_(ctx.products.of_weight(g_NF, x_NE), base)
         if ctx.needs_input_grad[2]:
             grad_bias = flat_NF.sum(0)  # rounded where the bias was
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
 class SimulatedKernels:
     """The operations in ``fmt``, on fp32 tensors. See ``Kernels`` for each one's contract.
 
     ``weights_on_grid``: the weights given are already rounded (a rollout's own copy), so they are not rounded again.
-    ``fp8``: which projections have fp8 operands (``ScaledLinear``); ``fmt`` is then their base.
+    ``fp8``: which projections have fp8 operands (``ScaledLinear``); ``fmt`` is then their base. ``table``: which way a
+    CPU multiplies; None: as measured on this machine.
     """
 
     def __init__(
@@ -147,6 +152,7 @@ class SimulatedKernels:
         logits_format: NumberFormat = FP32,
         weights_on_grid: bool = False,
         fp8: Fp8Policy | None = None,
+        table: CpuProducts | None = None,
     ) -> None:
         if fmt is FP32 and type(self) is SimulatedKernels:
             raise ValueError("fp32 needs no simulation: use NativeKernels")
@@ -155,6 +161,10 @@ class SimulatedKernels:
         self.logits_format = logits_format
         self.weights_on_grid = weights_on_grid
         self.fp8 = fp8
+        self.products = Products("bf16" if fmt is BF16 else "fp32", table)
+        # Codes of at most 8 bits times a power of two are values of bf16 as well.
+        scaled_bf16 = fmt is BF16 and fp8 is not None and fp8.power_of_two
+        self._scaled_products = Products("bf16" if scaled_bf16 else "fp32", table)
 
     def weight(self, master: Tensor) -> Tensor:
         return master if self.weights_on_grid else round_to_format(master, self.format)
@@ -174,7 +184,7 @@ class SimulatedKernels:
 
     def product(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
         """x @ weight^T + bias of operands on their grids, fp32, not rounded; an exact family replaces it."""
-        return products.product(x_NE, weight_FE, bias_F)
+        return self.products.forward(x_NE, weight_FE, bias_F)
 
     def product_of(self, layer: str) -> Product:
         """The product of the projection of that name; an emulated family divides some."""
@@ -186,15 +196,16 @@ class SimulatedKernels:
         assert isinstance(weight_FE, Tensor)  # a simulated copy holds the codes' values
         bias = None if bias_F is None else self.weight(bias_F)
         if self.fp8 is not None and self.fp8.quantizes(layer):
-            on_grid = self.weights_on_grid
-            return ScaledLinear.apply(x_NE, weight_FE, bias, self.fp8, self.format, self.product_of(layer), on_grid)
-        return Linear.apply(x_NE, self.weight(weight_FE), bias, self.format, self.format, self.product_of(layer))
+            scaled = self.product_of(layer), self._scaled_products, self.weights_on_grid
+            return ScaledLinear.apply(x_NE, weight_FE, bias, self.fp8, self.format, *scaled)
+        how = self.format, self.format, self.product_of(layer), self.products
+        return Linear.apply(x_NE, self.weight(weight_FE), bias, *how)
 
     def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
         return round_to_format(self.router(x_NE, weight_VE), self.logits_format)
 
     def router(self, x_NE: Tensor, weight_XE: Tensor) -> Tensor:
-        return Linear.apply(x_NE, self.weight(weight_XE), None, self.format, FP32, self.product)
+        return Linear.apply(x_NE, self.weight(weight_XE), None, self.format, FP32, self.product, self.products)
 
     def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
         return token_logprob(logits_NV, tokens_N, temperature)
@@ -222,11 +233,12 @@ class SimulatedKernels:
         return total_NE, self.rms_norm(total_NE, weight_E, eps)
 
     def causal_attention(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
-        return CausalAttention.apply(q_BHTD, k_BKTD, v_BKTD, self.format)
+        return CausalAttention.apply(q_BHTD, k_BKTD, v_BKTD, self.format, self.products)
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
-        probabilities = round_to_format_(cached_probabilities(q_BHD, k_BKSD, length_B), self.format)
-        return round_to_format_(probabilities @ v_BKSD, self.format).reshape(q_BHD.shape)
+        with self.products.heads(q_BHD, q_BHD.shape[1] // k_BKSD.shape[1], k_BKSD[0, 0].numel()):
+            probabilities = round_to_format_(cached_probabilities(q_BHD, k_BKSD, length_B), self.format)
+            return round_to_format_(probabilities @ v_BKSD, self.format).reshape(q_BHD.shape)
 
 
 class Linear(torch.autograd.Function):
@@ -244,20 +256,23 @@ class Linear(torch.autograd.Function):
         fmt: NumberFormat,
         result_fmt: NumberFormat,
         product: Product,
+        products: Products,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.fmt = fmt
+        ctx.fmt, ctx.products = fmt, products
         return round_to_format_(product(x, weight, bias), result_fmt)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+    def backward(
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
         x, weight = ctx.saved_tensors
         grad = round_to_format(grads[0], ctx.fmt)
         flat = grad.reshape(-1, grad.shape[-1])
-        grad_x = round_to_format_(products.product(grad, weight.t()), ctx.fmt) if ctx.needs_input_grad[0] else None
-        grad_weight = flat.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        grad_x = round_to_format_(ctx.products.of_input(grad, weight), ctx.fmt) if ctx.needs_input_grad[0] else None
+        grad_weight = ctx.products.of_weight(flat, x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
         grad_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 class RMSNorm(torch.autograd.Function):
@@ -282,8 +297,8 @@ class RMSNorm(torch.autograd.Function):
         grad_weight = None
         if ctx.needs_input_grad[1]:
             rounded = round_to_format(normed, ctx.fmt)  # in fp32 the same tensor, which is needed again
-            products = round_to_format_(rounded * grad if rounded is normed else rounded.mul_(grad), ctx.fmt)
-            grad_weight = products.reshape(-1, x.shape[-1]).sum(0)
+            terms = round_to_format_(rounded * grad if rounded is normed else rounded.mul_(grad), ctx.fmt)
+            grad_weight = terms.reshape(-1, x.shape[-1]).sum(0)
         grad_normed = round_to_format_(grad * weight, ctx.fmt)
         projection = (grad_normed * normed).mean(-1, keepdim=True)
         grad_x = grad_normed.sub_(normed.mul_(projection)).mul_(scale)
@@ -384,22 +399,30 @@ class CausalAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, fmt: NumberFormat) -> Tensor:
+    def forward(
+        ctx: Any, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, fmt: NumberFormat, products: Products
+    ) -> Tensor:
         q, k, v = _fold(q_BHTD, k_BKTD.shape[1]), k_BKTD.flatten(0, 1), v_BKTD.flatten(0, 1)
         out = torch.empty_like(q)
-        for start, stop in _query_blocks(q.shape[2]):
-            p = _causal_probabilities(q, k, start, stop)
-            product = round_to_format_(p, fmt).flatten(1, 2) @ v[:, :stop]
-            out[:, :, start:stop] = round_to_format_(product, fmt).view(*p.shape[:3], -1)
+        with _heads(products, q, k):
+            for start, stop in _query_blocks(q.shape[2]):
+                p = _causal_probabilities(q, k, start, stop)
+                product = round_to_format_(p, fmt).flatten(1, 2) @ v[:, :stop]
+                out[:, :, start:stop] = round_to_format_(product, fmt).view(*p.shape[:3], -1)
         ctx.save_for_backward(q, k, v, out)
-        ctx.fmt, ctx.shape, ctx.block = fmt, q_BHTD.shape, None
+        ctx.fmt, ctx.shape, ctx.block, ctx.products = fmt, q_BHTD.shape, None, products
         return out.view(q_BHTD.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        with _heads(ctx.products, *ctx.saved_tensors[:2]):
+            return *CausalAttention._gradients(ctx, grads[0]), None, None
+
+    @staticmethod
+    def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out = ctx.saved_tensors
         fmt, scale = ctx.fmt, q.shape[-1] ** -0.5
-        grad_out = grads[0].reshape(out.shape)
+        grad_out = grad.reshape(out.shape)
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for start, stop in _query_blocks(q.shape[2], ctx.block):
             p = _causal_probabilities(q, k, start, stop)
@@ -418,8 +441,12 @@ class CausalAttention(torch.autograd.Function):
             round_to_format_(grad_q.mul_(scale), fmt).view(ctx.shape),
             round_to_format_(grad_k.mul_(scale), fmt).view(kv_shape),
             round_to_format_(grad_v, fmt).view(kv_shape),
-            None,
         )
+
+
+def _heads(products: Products, q: Tensor, k: Tensor) -> AbstractContextManager[None]:
+    """How the products of a block of queries (q: B*K, G, T, D) with all keys are taken."""
+    return products.heads(q, q.shape[1] * min(q.shape[2], _QUERY_BLOCK), k[0].numel())
 
 
 def _fold(q_BHTD: Tensor, kv_heads: int) -> Tensor:

@@ -179,8 +179,9 @@ def _nested(config: RunConfig) -> dict[str, dict[str, Any]]:
     formats = {"preset", "train", "rollout", "reference", "kv_cache"}
     reference = {name: value for name, value in policy.items() if name not in formats}
     for section, needed in (("fp8", asked == "fp8"), ("quantized", asked in SCHEMES)):
-        if not needed:
-            reference.pop(section, None)
+        reference.pop(section, None)
+        if needed and (chosen := getattr(config.precision, section).model_dump(exclude_defaults=True)):
+            reference[section] = chosen
     scaling = config.loss_scaling or LossScalingConfig()
     found = {
         "policy": policy,

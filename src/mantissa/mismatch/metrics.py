@@ -344,6 +344,13 @@ REFERENCE_METRICS: tuple[Metric, ...] = (
 OBJECTIVE_METRICS: tuple[Metric, ...] = (
     Metric("policy/selected_fraction", "share of tokens that clip_cov leaves out, or kl_cov holds", "fraction"),
     Metric("policy/entropy_bonus", "coefficient x sum over tokens of scale x entropy, taken off the loss", "1"),
+    Metric(
+        "reference/reverse_kl",
+        "mean_t of KL(theta || reference) of the next token, over loss.support or all of the "
+        "vocabulary, in the update's own forward",
+        "nats/token",
+        source="arXiv 2306.13649",
+    ),
     Metric("critic/value", "mean_t of the value model's V before the update", "reward"),
     Metric("critic/target", "mean_t of what it is to learn, A + V", "reward"),
     Metric("critic/explained", "1 - mean_t (target - V)^2 / variance of target", "fraction"),

@@ -32,10 +32,8 @@ from mantissa.precision.policy import (
     Fp8Policy,
     PrecisionPolicy,
     Quantized,
-    ResolvedPrecision,
-    ResolvedRole,
-    resolve,
 )
+from mantissa.precision.resolved import ResolvedPrecision, ResolvedRole, resolve
 from mantissa.precision.schemes import SCHEMES, Coded, Scheme, int8_codes
 
 __all__ = [

@@ -1,35 +1,84 @@
-"""What this CPU multiplies itself: whether products of bf16 and int8 are its own, or rounded and widened by hand.
+"""What this CPU multiplies itself, and which library multiplies a product of a shape fastest: measured, then held.
 
 Processors with AMX (Intel's servers from Sapphire Rapids on) or AVX512-BF16 (AMD from Zen 4 on, Intel's Cooper Lake)
 multiply bf16 values exactly and add in fp32; on others the same call widens its operands and is no faster than fp32.
-VNNI (AVX512-VNNI, AVX-VNNI, AMX) multiplies int8 and adds in int32, exactly.
+VNNI (AVX512-VNNI, AVX-VNNI, AMX) multiplies int8 and adds in int32, exactly. Torch comes with two libraries for fp32,
+and which is faster depends on the processor and the shape: MKL behind ``torch.mm``, and oneDNN. oneDNN may also be told
+that its fp32 operands hold values of bf16, which it then multiplies as such: the sum and the result stay fp32.
+
 What a library makes of a processor cannot be read from its name: instructions may be held back
-(``ONEDNN_MAX_CPU_ISA``). So one product is timed in each, once in a process; the formats' probe then proves
-the products that a run uses (``kernels/probe.py``).
+(``ONEDNN_MAX_CPU_ISA``). So each way is timed over a few shapes, and used only where its sums of integers are exact, as
+fp32 has them. That takes a second or two, once a machine: the result is kept in the user's cache folder, by processor,
+versions and held-back instructions, in a run's ``environment.json``, and held fixed by a resume.
+
+Legend: N rows, E features in, F features out; the three products of a linear map are y = x W^T (``forward``), the
+gradient of x, g W (``input``), and the gradient of W, g^T x (``weight``). ``heads``: products of attention's heads.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
+import math
+import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-_ROWS, _IN, _OUT = 256, 576, 1536  # a small model's projection: 0.45 GFLOP, milliseconds
-_ROUNDS = 7
+from mantissa.base.errors import MantissaError
+from mantissa.base.processor import cpu_model
+from mantissa.base.readers.json import parse_json
+
+Side = Literal["forward", "input", "weight", "heads"]
+Operands = Literal["fp32", "bf16"]  # what fp32 tensors hold: any values, or values on bf16's grid
+_SIDES: tuple[Side, ...] = ("forward", "input", "weight", "heads")
+TORCH, ONEDNN, BF16 = "t", "o", "b"  # the ways: torch's own, oneDNN in fp32, oneDNN told that bf16 is enough
+_NAMES = {TORCH: "torch", ONEDNN: "oneDNN", BF16: "oneDNN with bf16 allowed"}
+
+_CLASSES = (1, 4, 16, 64, 256, 1024)  # of rows, and below of weights (features in, out): each stands for its like
+_WEIGHTS = ((64, 64), (128, 256), (512, 512), (1024, 2048))
+_LARGEST = 1 << 29  # multiplications that are timed; a larger class goes the way of its next smaller
+_ROWS, _IN, _OUT = 256, 576, 1536  # a small model's projection, by which bf16 and int8 are told: 0.45 GFLOP
+_ROUNDS = 4
 # Of fp32's time: what is slower than this is not the processor's own. Seen: 0.5 where it is, 1 and more elsewhere.
 _GAIN = 0.8
+_WORTH = 0.95  # of torch's time: a way that gains less is not taken
+_SMALL_PRODUCT = 1 << 21  # multiplications from which an unmeasured product goes to oneDNN
+
+
+def _unmeasured() -> dict[str, tuple[str, ...]]:
+    """Ways that hold on any machine: oneDNN where a product is large, torch's own for the weight's gradient."""
+    by_size = tuple(
+        "".join(ONEDNN if rows * inner * outer >= _SMALL_PRODUCT else TORCH for rows in _CLASSES)
+        for inner, outer in _WEIGHTS
+    )
+    plain = (TORCH * len(_CLASSES),) * len(_WEIGHTS)
+    of = {"forward": by_size, "input": plain, "weight": plain, "heads": plain}
+    return {f"{kind} {side}": of[side] for kind in ("fp32", "bf16") for side in _SIDES}
 
 
 @dataclass(frozen=True)
 class CpuProducts:
-    """Seconds of a product over those of the same one in fp32, each the least of some rounds: ``ratio`` bf16's,
-    ``int8_ratio`` int8's; inf where a library has no such product, or one that is not exact."""
+    """Seconds of a product over those of the same one in fp32, each the least of some rounds: ``ratio`` that of bf16
+    tensors, ``int8_ratio`` int8's; inf where a library has no such product, or one that is not exact.
+
+    ``ways``: by what operands hold and the product's side, a string for each class of weights, a letter of it for each
+    class of rows. ``flushes``: whether products of bf16 tensors take magnitudes below 2^-126 for zero, as the
+    instructions of AVX512-BF16 and AMX do.
+    """
 
     ratio: float
-    int8_ratio: float = float("inf")
+    int8_ratio: float = math.inf
+    ways: Mapping[str, tuple[str, ...]] = field(default_factory=_unmeasured, hash=False)
+    flushes: bool = False
 
     @property
     def own(self) -> frozenset[str]:
@@ -37,68 +86,299 @@ class CpuProducts:
         ratios = {"bf16": self.ratio, "int8": self.int8_ratio}
         return frozenset(name for name, ratio in ratios.items() if ratio <= _GAIN)
 
+    def way(self, operands: Operands, side: Side, rows: int, weight: int) -> str:
+        """The way of a product of ``rows`` rows and a matrix of ``weight`` values: the class that is nearest."""
+        return chosen(self.ways[f"{operands} {side}"], rows, weight)
+
+    def smallest(self, operands: Operands, side: Side) -> Iterator[tuple[str, str, tuple[int, int, int]]]:
+        """Each way but torch's own, what it is called, and the smallest class (rows, features in and out) it serves."""
+        found: dict[str, tuple[int, int, int]] = {}
+        for sizes, letters in zip(_WEIGHTS, self.ways[f"{operands} {side}"], strict=True):
+            for rows, way in zip(_CLASSES, letters, strict=True):
+                found.setdefault(way, (rows, *sizes))
+        yield from ((way, _NAMES[way], shape) for way, shape in found.items() if way != TORCH)
+
+    def record(self) -> dict[str, Any]:
+        """Plain values, of which ``of`` makes the same again."""
+        ratios = {"bf16": self.ratio, "int8": self.int8_ratio}
+        finite = {name: ratio if math.isfinite(ratio) else None for name, ratio in ratios.items()}
+        return {**finite, "flushes": self.flushes, "ways": {key: list(rows) for key, rows in self.ways.items()}}
+
+    @staticmethod
+    def of(record: Any) -> CpuProducts:
+        """What ``record`` wrote. ``MantissaError`` for anything else."""
+        try:
+            ratios = [math.inf if record[name] is None else float(record[name]) for name in ("bf16", "int8")]
+            ways = {key: tuple(record["ways"][key]) for key in _unmeasured()}
+            flushes = record["flushes"]
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise MantissaError(f"{record!r:.60}: expected a table of products, as runs write it") from None
+        if not all(_is_ways(rows, key.startswith("bf16")) for key, rows in ways.items()):
+            raise MantissaError("a table of products has other ways or sizes than runs write; measure it anew")
+        if not all(ratio > 0 for ratio in ratios) or not isinstance(flushes, bool):
+            raise MantissaError(f"a table of products has ratios {ratios}; expected positive numbers")
+        return CpuProducts(ratios[0], ratios[1], ways, flushes)
+
     def __str__(self) -> str:
         each = ", ".join(f"{name} {ratio:.2f}" for name, ratio in (("bf16", self.ratio), ("int8", self.int8_ratio)))
         return f"time of a product over fp32's ({_ROWS} x {_IN} x {_OUT}): {each}"
 
+    def lines(self) -> list[str]:
+        """Which way serves which shapes, for the screen: rows by way, a line for what operands hold and each side."""
+        said: dict[str, list[str]] = {}
+        for key, classes in self.ways.items():
+            parts = [f"{inner}x{outer} {_runs_of(row)}" for (inner, outer), row in zip(_WEIGHTS, classes, strict=True)]
+            what = _runs_of(classes[0]) if len(set(classes)) == 1 else "; ".join(parts)
+            said.setdefault(what, []).append(key)
+        return [f"{', '.join(keys)}: {what}" for what, keys in said.items()]
+
+
+def _is_ways(rows: tuple[Any, ...], switch: bool) -> bool:
+    known = {TORCH, ONEDNN, *([BF16] if switch else [])}
+    right = (isinstance(row, str) and len(row) == len(_CLASSES) and set(row) <= known for row in rows)
+    return len(rows) == len(_WEIGHTS) and all(right)
+
+
+def chosen(ways: Sequence[str], rows: int, weight: int) -> str:
+    """The letter of ``ways`` for ``rows`` rows and a matrix of ``weight`` values."""
+    of_weight = min(max(weight.bit_length() - 12, 0) // 3, len(_WEIGHTS) - 1)
+    return ways[of_weight][min(rows.bit_length() // 2, len(_CLASSES) - 1)]
+
+
+def _runs_of(row: str) -> str:
+    """``torch, oneDNN from 16 rows on``: a class's letters in words."""
+    parts = [_NAMES[row[0]]]
+    for at in range(1, len(row)):
+        if row[at] != row[at - 1]:
+            parts.append(f"{_NAMES[row[at]]} from {_CLASSES[at]} rows on")
+    return ", ".join(parts)
+
+
+def multiply(way: str, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
+    """x @ weight^T + bias by ``way``. Not differentiable.
+
+    Both may be transposed; oneDNN reads parts of larger matrices by a loop a thousand times slower: those are torch's.
+    """
+    if way == TORCH or not (weight_FE.is_mkldnn or _is_whole(weight_FE)):
+        return F.linear(x_NE, weight_FE, bias_F)
+    if not x_NE.numel():
+        return x_NE.new_zeros(*x_NE.shape[:-1], weight_FE.shape[0])
+    with switched(way == BF16):
+        return onednn(x_NE if _is_whole(x_NE) else x_NE.contiguous(), weight_FE, bias_F)
+
+
+def onednn(x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
+    """The same by oneDNN; ``weight_FE`` may be in a layout of its own."""
+    out_NF: Tensor = torch.ops.mkldnn._linear_pointwise(x_NE, weight_FE, bias_F, "none", [], "")
+    return out_NF
+
+
+def _is_whole(x: Tensor) -> bool:
+    return x.is_contiguous() or (x.dim() == 2 and x.t().is_contiguous())
+
+
+@contextmanager
+def switched(on: bool = True) -> Iterator[None]:
+    """Within this, oneDNN may multiply fp32 tensors as bf16: only for operands that hold bf16's values.
+
+    The switch is the process's, so it is set around our own products and put back: what another thread multiplies in
+    that moment, in fp32, would be rounded too.
+    """
+    if not on:
+        yield
+        return
+    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
 
 @functools.cache
 def products() -> CpuProducts:
-    """What was ``measured``, once in a process."""
-    return measured()
+    """What was measured on this machine: from the user's cache folder, or measured now and put there.
+
+    Of several processes that measure at once the first one's is kept, so that all have the same.
+    """
+    about = {"cpu": cpu_model(), "capability": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__}
+    about |= {
+        name: value for name, value in sorted(os.environ.items()) if name.startswith(("ONEDNN_", "DNNL_", "MKL_"))
+    }
+    key = json.dumps({**about, "oneDNN": torch.backends.mkldnn.is_available()}, sort_keys=True)
+    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    path = root / "mantissa" / f"products-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    if (found := _read(path, key)) is not None:
+        return found
+    found, beside = measured(), path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps({"key": key, "products": found.record()}))
+        try:
+            os.link(beside, path)  # which fails where another process was first
+        except FileExistsError:
+            if (first := _read(path, key)) is not None:
+                return first
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError:
+        pass  # a folder that cannot be written to: measured again by the next process
+    return found
+
+
+def _read(path: Path, key: str) -> CpuProducts | None:
+    """What the file keeps for ``key``; None where it does not."""
+    try:
+        if not path.is_file() or path.stat().st_size > 1 << 16:
+            return None
+        kept = parse_json(path.read_bytes())
+        return CpuProducts.of(kept["products"]) if kept["key"] == key else None
+    except (OSError, ValueError, KeyError, TypeError, MantissaError):
+        return None
 
 
 def measured() -> CpuProducts:
-    """Time one product in fp32, bf16 and int8, in turn: some 50 ms.
+    """Time the products of this machine, with one thread: a second or two of its time.
 
+    Two threads beside other work take any time, and what one gains they gain; so one table serves all numbers of them.
     A ratio is inf without oneDNN, or where it has no such product for this processor (held to AVX2, say), and int8's
     where a sum of products is wrong: before VNNI a processor adds pairs of them in 16 bits, and cuts off.
     """
     if not torch.backends.mkldnn.is_available():
-        return CpuProducts(float("inf"))
+        return CpuProducts(math.inf, ways={key: (TORCH * len(_CLASSES),) * len(_WEIGHTS) for key in _unmeasured()})
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            ratios, generator = _ratios(), torch.Generator().manual_seed(0)
+            ways = {}
+            for side in _SIDES:
+                ways[f"fp32 {side}"], ways[f"bf16 {side}"] = _of_side(side, generator)
+            flushes = "bf16" in ratios and _flushes()
+    finally:
+        torch.set_num_threads(threads)
+    return CpuProducts(ratios.get("bf16", math.inf), ratios.get("int8", math.inf), ways, flushes)
+
+
+def _ratios() -> dict[str, float]:
+    """Seconds in bf16 and int8 over those in fp32 by oneDNN."""
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(_ROWS, _IN, generator=generator), torch.randn(_OUT, _IN, generator=generator)
     codes = [torch.randint(-128, 128, shape, dtype=torch.int8, generator=generator) for shape in (x.shape, w.shape)]
     calls: dict[str, Callable[[], object]] = {"fp32": functools.partial(_product, x, w)}
-    with torch.no_grad():
-        if _runs(bf16 := functools.partial(_product, x.bfloat16(), w.bfloat16())):
-            calls["bf16"] = bf16
-        if _exact_integers(*codes):
-            calls["int8"] = functools.partial(_integer_product, *codes)
-        least = dict.fromkeys(calls, float("inf"))
-        for _ in range(_ROUNDS):
-            least |= {name: min(least[name], _seconds(call)) for name, call in calls.items()}
-            # Without such instructions an int8 product is a loop that takes a hundred times as long: tried once.
-            calls = {name: call for name, call in calls.items() if least[name] <= 3 * least["fp32"]}
-    ratios = {name: seconds / least["fp32"] for name, seconds in least.items()}
-    return CpuProducts(ratios.get("bf16", float("inf")), ratios.get("int8", float("inf")))
+    if _has_bf16():
+        calls["bf16"] = functools.partial(_product, x.bfloat16(), w.bfloat16())
+    if _exact_integers(*codes):
+        calls["int8"] = functools.partial(_integer_product, *codes)
+    least = _least(calls)
+    return {name: seconds / least["fp32"] for name, seconds in least.items()}
 
 
-def _runs(call: Callable[[], object]) -> bool:
+def _least(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """The least seconds of each call, in turn. What takes three times as long as the first is tried once."""
+    least, first = dict.fromkeys(calls, math.inf), next(iter(calls))
+    for _ in range(_ROUNDS):
+        least |= {name: min(least[name], _seconds(call)) for name, call in calls.items()}
+        calls = {name: call for name, call in calls.items() if least[name] <= 3 * least[first]}
+    return least
+
+
+def _of_side(side: Side, generator: torch.Generator) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """For each class of weights the way of each class of rows: of any fp32 values, and of bf16's."""
+    largest = _LARGEST >> 5 if side == "heads" else _LARGEST
+    timed = [
+        [
+            _timed(side, operands_of(side, rows, inner, outer, generator))
+            for rows in _CLASSES
+            if rows == 1 or rows * inner * outer <= largest
+        ]
+        for inner, outer in _WEIGHTS
+    ]
+    plain = [_fitted(classes, (ONEDNN,)) for classes in timed]
+    # The switch only where the processor makes something of it: elsewhere oneDNN computes in fp32 in any case.
+    spared = [[{**each, BF16: each[BF16] / _GAIN} for each in classes] for classes in timed]
+    both = [_fitted(classes, (ONEDNN, BF16)) for classes in (timed if side == "heads" else spared)]
+    return tuple(plain), tuple(both)
+
+
+def _fitted(timed: list[dict[str, float]], ways: Sequence[str]) -> str:
+    """torch's own up to some class of rows and one of ``ways`` from there on: what takes least, each class counting
+    alike. One change, for a busy machine's times scatter. Classes beyond those timed go with the last."""
+
+    def logarithm(way: str, start: int) -> float:
+        taken = (each[way] / _WORTH if at >= start else each[TORCH] for at, each in enumerate(timed))
+        return sum(math.log(seconds / each[TORCH]) for seconds, each in zip(taken, timed, strict=True))
+
+    choices = [(way, start) for way in ways for start in range(len(timed) + 1)]
+    way, start = min(choices, key=lambda choice: logarithm(*choice))
+    letters = TORCH * start + way * (len(timed) - start)
+    return letters.ljust(len(_CLASSES), letters[-1])
+
+
+def operands_of(side: Side, rows: int, inner: int, outer: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Integers of at most 8 bits whose sums of products fp32 holds, as the side's two operands."""
+    terms = {"forward": inner, "input": outer, "weight": rows, "heads": inner}[side]
+    limit = min(255, math.isqrt((1 << 24) // terms))
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randint(-limit, limit + 1, shape, generator=generator).float()
+
+    if side == "heads":  # eight heads, in one call
+        return drawn(8, rows, inner), drawn(8, inner, outer)
+    if side == "forward":
+        return drawn(rows, inner), drawn(outer, inner)
+    if side == "input":
+        return drawn(rows, outer), drawn(outer, inner).t()
+    return drawn(rows, outer).t(), drawn(rows, inner).t()
+
+
+def _timed(side: Side, operands: tuple[Tensor, Tensor]) -> dict[str, float]:
+    """Seconds of each way, inf where it is not right; torch's own is, as ``kernels/probe.py`` proves."""
+    call, ways = (heads, (TORCH, BF16)) if side == "heads" else (multiply, (TORCH, ONEDNN, BF16))
+    exact = call(TORCH, *operands)
+    right = [way for way in ways if torch.equal(call(way, *operands), exact)]
+    return dict.fromkeys(_NAMES, math.inf) | _least({way: functools.partial(call, way, *operands) for way in right})
+
+
+def heads(way: str, x_NMK: Tensor, y_NKS: Tensor) -> Tensor:
+    """x @ y for each of N heads, with the switch or without."""
+    with switched(way == BF16):
+        return torch.bmm(x_NMK, y_NKS)
+
+
+def _has_bf16() -> bool:
+    """Whether oneDNN has products of bf16 tensors here."""
     try:
-        call()
-    except RuntimeError:  # oneDNN's "could not create a primitive"
+        _product(torch.ones(16, 16, dtype=torch.bfloat16), torch.ones(16, 16, dtype=torch.bfloat16))
+    except RuntimeError:  # "could not create a primitive"
         return False
     return True
 
 
-def _exact_integers(x: torch.Tensor, w: torch.Tensor) -> bool:
+def _flushes() -> bool:
+    """Whether a product of bf16 tensors takes 2^-130 for zero."""
+    x = torch.full((16, 16), 2.0**-130).bfloat16()
+    return not bool(_product(x, torch.eye(16).bfloat16())[0, 0] == x[0, 0])
+
+
+def _exact_integers(x: Tensor, w: Tensor) -> bool:
     """Whether int8 products are added without loss: of random codes, and where all are the largest there are."""
     x[0], w[0], x[1], w[1] = -128, -128, 127, 127
     some = w[:64]  # an exact sum of these in float64: 576 * 2^14 is far below 2^53
     return torch.equal(_integer_product(x, some).double(), x.double() @ some.double().t())
 
 
-def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
-    return out
+def _product(x: Tensor, w: Tensor) -> Tensor:
+    return onednn(x, w)
 
 
-def _integer_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def _integer_product(x: Tensor, w: Tensor) -> Tensor:
     return torch._int_mm(x, w.t())
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
+    began = time.thread_time()  # what other processes take does not count
     call()
-    return time.perf_counter() - began
+    return time.thread_time() - began

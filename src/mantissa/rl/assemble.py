@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,6 +39,7 @@ from mantissa.rl.config.sections import LossScalingConfig, ModelSource
 from mantissa.rl.engines import build_engine, emulated, on_vllm
 from mantissa.rl.exact import ExactTwin, exact_plan, exact_twin, prove
 from mantissa.rl.learner import Learner
+from mantissa.rl.placing import place
 from mantissa.rl.score import ReferencePolicy
 from mantissa.rollout import require_vllm
 from mantissa.tasks import DatasetConfig, DatasetTask, Grader, Problem, Task, build_task
@@ -83,12 +83,12 @@ class Parts:
 
 
 def assemble(
-    config: RunConfig, ranks: Ranks = ALONE, task: Task | None = None, own: frozenset[str] | None = None
+    config: RunConfig, ranks: Ranks = ALONE, task: Task | None = None, products: cpu.CpuProducts | None = None
 ) -> Parts:
     """Build every part; nothing is written yet, so a mistake in the recipe leaves no folder behind.
 
-    ``task``: in the place of the recipe's own, of a policy that plays with another. ``own``: of a run that is gone
-    on with, the formats that its processor multiplied itself.
+    ``task``: in the place of the recipe's own, of a policy that plays with another. ``products``: of a run that is
+    gone on with, how its processor multiplies.
     """
     device, vllm = choose_device(config.device), config.rollout.engine == "vllm"
     _check_bill(config)
@@ -97,7 +97,7 @@ def assemble(
     model, tokenizer = load_policy(config.model, task, config.seed)
     named = config.precision.of_layers(model.config.num_hidden_layers)
     config = config.model_copy(update={"precision": named})
-    precision = _precision(config, device, ranks, own)
+    precision = _precision(config, device, ranks, products)
     _check_shape(config, model)
     model = place(model, device, ranks)
     longest = model.config.max_position_embeddings  # of a dialogue, which grows as it is played
@@ -123,6 +123,7 @@ def assemble(
         path = config.algorithm.reference.path
         teacher = None if path is None else _teacher(path, model, tokenizer, longest)
         reference = _reference(config, reference_kernels(precision, plan), model, teacher, device, ranks)
+        learner.teacher = reference
     return Parts(
         device=device,
         precision=precision,
@@ -179,13 +180,15 @@ def _teacher(path: str, model: Decoder, tokenizer: Tokenizer, longest: int) -> D
     return teacher
 
 
-def _precision(config: RunConfig, device: torch.device, ranks: Ranks, own: frozenset[str] | None) -> ResolvedPrecision:
+def _precision(
+    config: RunConfig, device: torch.device, ranks: Ranks, products: cpu.CpuProducts | None
+) -> ResolvedPrecision:
     """What each role uses here, the rollout's as the engine has it that samples; the same on all ranks."""
     rollout = config.rollout
-    if own is None and device.type == "cpu":
-        own = ranks.broadcast(cpu.products().own)  # a measurement: one for all
+    if device.type == "cpu":
+        products = ranks.broadcast(products or cpu.products())  # a measurement: one for all
     reference = config.algorithm.reference is not None
-    precision = resolve(config.precision, device, reference=reference, own=own)
+    precision = resolve(config.precision, device, reference=reference, products=products)
     if rollout.engine == "vllm":
         if rollout.vllm.server is None:
             require_vllm()
@@ -211,8 +214,8 @@ def _check_shape(config: RunConfig, model: Decoder) -> None:
         raise MantissaError("rollout.replay_routing does nothing: this policy has no mixture of experts; leave it out")
     if mixtures is not None and config.rollout.engine == "vllm":
         raise MantissaError(
-            "rollout.engine=vllm: a policy with mixtures of experts is not sent to vLLM, whose layout of them cannot "
-            "be read back and compared here; set rollout.engine=native"
+            "rollout.engine=vllm: a policy with mixtures of experts is not sent to vLLM: it keeps experts fused, so "
+            "they cannot be read back and compared; 0.32 tells its routing on GPUs alone; set rollout.engine=native"
         )
 
 
@@ -270,29 +273,6 @@ def _check_bill(config: RunConfig) -> None:
     if not isinstance(task, DatasetConfig):
         problems = sum(task.sizes.values())
         require_memory(problems * _BYTES_A_PROBLEM, f"task: {problems:,} problems", "lower its sizes")
-
-
-def place(model: Decoder, device: torch.device, ranks: Ranks) -> Decoder:
-    """The learner's model, whole on ``device`` or with a slice of each tensor there. Before its optimiser is made.
-
-    A layer is gathered for its forward and again for its backward; what belongs to no layer (embedding, last norm,
-    head) likewise around ``Decoder.within``.
-    """
-    if not ranks.sharded:
-        return model.to(device)
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-
-    mesh = init_device_mesh(device.type, (ranks.world,))
-    for module in (*model.model.layers, model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)
-        assert isinstance(module, FSDPModule)
-        module.set_gradient_divide_factor(1.0)  # a sum: each rank's loss is a part of the batch's
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-    register_fsdp_forward_method(model, "within")
-    # Exact kernels' logits are a view of a larger tensor. FSDP2 fears in-place changes of it; nobody makes any.
-    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")
-    return model
 
 
 def load_policy(source: ModelSource, task: Task, seed: int) -> tuple[Decoder, Tokenizer]:

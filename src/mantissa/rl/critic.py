@@ -1,15 +1,16 @@
 """The value model of PPO in a run: a policy's body and one output, trained by an optimiser step of its own.
 
-It is what the learner is: fp32 masters, the learner's kernels, the same packed forward, micro-batches and ranks, the
-same ``OptimizerStep`` behind a loss scaler of its own. It begins as a copy of the policy where RL begins, after any
-warm start, with an output of zeros: every value is 0 until it has learned. A value is of one hidden state, in fp32.
+It is what the learner is: fp32 masters, the learner's kernels, the same packed forward, micro-batches and ranks (with
+fsdp2 in slices, its output alone whole), the same ``OptimizerStep`` behind a loss scaler of its own. It begins as a
+copy of the policy where RL begins, after any warm start and with any adapters merged, with an output of zeros: every
+value is 0 until it has learned. A value is of one hidden state, in fp32. All of it trains, also where of the policy
+only adapters do.
 
 Legend: B completions, R response tokens right-padded, N response tokens flat, E hidden size.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,19 +23,24 @@ from mantissa.algorithms import Accumulator, AlgorithmConfig, aggregation_scale,
 from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import Ranks
 from mantissa.kernels import Kernels
-from mantissa.model import Decoder
+from mantissa.model import Decoder, policy_weights
 from mantissa.rl.experience import Experience, Sequences
+from mantissa.rl.placing import place
 from mantissa.rl.score import Forward, Packed, scatter, score
 from mantissa.training import LossScaler, OptimizerStep, StepOutcome, load_weights
+from mantissa.training.distributed import shard_like, whole
 
 
 class ValueModel(nn.Module):
-    """``body``: a decoder, whose output projection is not used. ``value``: one number of each final hidden state."""
+    """``body``: a decoder without a head of its own. ``value``: one number of each final hidden state."""
 
-    def __init__(self, body: Decoder) -> None:
+    def __init__(self, policy: Decoder, ranks: Ranks) -> None:
         super().__init__()
-        self.body = body
-        self.value = nn.Linear(body.config.hidden_size, 1, device=body.head_weight.device)
+        device = next(policy.parameters()).device
+        body = Decoder(policy.config)
+        body.lm_head, body.padding_row = None, policy.padding_row  # the output projection has no part in a value
+        self.body = place(body, device, ranks)
+        self.value = nn.Linear(body.config.hidden_size, 1, device=device)
         nn.init.zeros_(self.value.weight)
         nn.init.zeros_(self.value.bias)
 
@@ -42,8 +48,11 @@ class ValueModel(nn.Module):
         """The value where each response token is predicted; N, fp32, differentiable."""
         position_N, _ = sequences.response_tokens()
         packed = Packed.of(sequences)
-        hidden_ME = packed.hidden(self.body, kernels)
-        hidden_NE = F.embedding(packed.packed_BT.flatten()[position_N], hidden_ME)
+
+        def states() -> Tensor:
+            return F.embedding(packed.packed_BT.flatten()[position_N], packed.hidden(self.body, kernels))
+
+        hidden_NE = self.body.within(states)
         return F.linear(hidden_NE.float(), self.value.weight, self.value.bias).squeeze(-1)
 
 
@@ -68,14 +77,16 @@ class Critic:
         assert algorithm.critic is not None
         self.config, self.aggregation, self.length = algorithm.critic, algorithm.aggregation, aggregation_length
         self.kernels, self.micro_batch_tokens, self.ranks = kernels, micro_batch_tokens, ranks
-        self.model = ValueModel(copy.deepcopy(policy))
-        if self.model.body.lm_head is not None:  # a head of its own has no part in a value
-            self.model.body.lm_head.requires_grad_(False)
+        self.model = ValueModel(policy, ranks)
+        self.take(policy_weights(policy))
         self.step = step_of(self.model, scaler, self.config.lr)
 
     def take(self, masters: Mapping[str, Tensor]) -> None:
-        """Become the policy with these masters, values 0; where RL begins."""
-        load_weights({name: parameter.detach() for name, parameter in self.model.body.named_parameters()}, masters)
+        """Become the policy with these masters, values 0; where RL begins. Collective where they are sharded."""
+        own = {name: parameter.detach() for name, parameter in self.model.body.named_parameters()}
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(shard_like(whole(masters[name]), parameter))
 
     def score(self, sequences: Sequences) -> Tensor:
         """The value before each response token; B, R, fp32, 0 at padding."""
@@ -85,6 +96,7 @@ class Critic:
                 sequences,
                 self.micro_batch_tokens,
                 self.ranks,
+                exchanges=self.ranks.sharded,
             )[0]
 
     def learn(self, experience: Experience, parts: list[Tensor]) -> dict[str, float]:
@@ -117,17 +129,20 @@ class Critic:
             tallies.clear()  # a repeated backward counts once
             total = torch.zeros((), device=rows.device)
             for micro in experience.micro_batches(rows, self.micro_batch_tokens, self.ranks):
-                if not len(micro):
-                    continue  # nothing is sharded here: who has no rows waits at the sum
-                batch = known.select(micro)
+                counts = len(micro) > 0
+                if not counts and not self.ranks.sharded:
+                    continue  # who has no rows waits at the sum
+                batch = known.select(micro if counts else rows[:1])
                 assert batch.value_BR is not None
                 assert batch.target_BR is not None
                 assert batch.scale_BR is not None
                 value_BR = scatter(self.model(batch, self.kernels), batch.mask_BR)
-                given = (batch.value_BR, batch.target_BR, batch.mask_BR, batch.scale_BR, self.config.clip)
+                scale_BR = batch.scale_BR if counts else torch.zeros_like(batch.scale_BR)
+                given = (batch.value_BR, batch.target_BR, batch.mask_BR, scale_BR, self.config.clip)
                 loss, found = value_loss(value_BR, *given)
-                tallies.append({name: replace(each, parts=each.parts.cpu()) for name, each in found.items()})
-                total += loss.detach()
+                if counts:
+                    tallies.append({name: replace(each, parts=each.parts.cpu()) for name, each in found.items()})
+                    total += loss.detach()
                 (loss * scale).backward()
             self.ranks.sum_gradients(self.step.parameters.values())
             return total

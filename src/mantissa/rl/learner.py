@@ -46,7 +46,7 @@ from mantissa.rl.critic import Critic
 from mantissa.rl.experience import Experience, Sequences
 from mantissa.rl.flow import Flow
 from mantissa.rl.objective import micro_loss
-from mantissa.rl.score import Forward, OfLogits, OnTokenLogits, forward, scatter, score
+from mantissa.rl.score import Forward, OfLogits, OnTokenLogits, ReferencePolicy, forward, scatter, score
 from mantissa.rollout.most_probable import MostProbable
 from mantissa.training import (
     Backward,
@@ -110,7 +110,9 @@ class Learner:
         norm = algorithm.aggregation == "seq_mean_token_sum_norm"
         self.aggregation_length = aggregation_length if norm else None
         # Keep the graph of ``score`` for the update, where it can serve: it has log-probs alone.
-        self.reuse_scoring = algorithm.entropy is None and not algorithm.loss.most_probable
+        asks = bool(algorithm.loss.most_probable) or algorithm.loss.of_teacher
+        self.reuse_scoring = algorithm.entropy is None and not asks
+        self.teacher: ReferencePolicy | None = None  # whose distributions a loss may ask for; set where it is made
         self._kept: _Kept | None = None
         self._seen_BR: Tensor | None = None  # takes the log-probs of the first optimiser step's own forward
         self.verify: Verify | None = None
@@ -374,7 +376,7 @@ class Learner:
         else:
             bonus = self.algorithm.entropy is not None
             passed = self.forward(
-                batch, kernels, entropies="differentiable" if bonus else False, also=self._drift(batch)
+                batch, kernels, entropies="differentiable" if bonus else False, also=self._also(batch)
             )
             logp_BR, prompt_BE = scatter(passed.logp_N, batch.mask_BR), passed.prompt_BE
             entropy_BR = None if passed.entropy_N is None else scatter(passed.entropy_N, batch.mask_BR)
@@ -384,18 +386,35 @@ class Learner:
         log_z_B = None
         if self.flow is not None and prompt_BE is not None:
             log_z_B = self.flow.log_z(prompt_BE, self.flow.keys(batch.group_B, step))
-        centre_BR = None if also_NM is None else scatter(also_NM[:, 0], batch.mask_BR)
+        also_BR = None if also_NM is None else scatter(also_NM[:, 0], batch.mask_BR)
+        centres = bool(self.algorithm.loss.most_probable)
+        more = (also_BR, None) if centres else (None, also_BR)
         scale_BR = micro.scale_BR[:, :responses]
-        loss, tallies = micro_loss(logp_BR, batch, scale_BR, log_z_B, self.algorithm, entropy_BR, centre_BR)
-        if also_NM is not None:
+        loss, tallies = micro_loss(logp_BR, batch, scale_BR, log_z_B, self.algorithm, entropy_BR, *more)
+        if also_NM is not None and centres:
             sizes_BR, (*_, valid_BR) = scatter(also_NM[:, 1].detach(), batch.mask_BR), batch.weighed
             tallies = {**tallies, "policy/centering": Accumulator.of("mean", sizes_BR, valid_BR)}
         return loss, tallies
 
-    def _drift(self, batch: Experience) -> OfLogits | None:
+    def _also(self, batch: Experience) -> OfLogits | None:
+        """What the loss needs of the logits themselves; None where it needs log-probs alone."""
+        if self.algorithm.loss.of_teacher:
+            return self._divergence(batch)
+        return self._drift(batch) if self.algorithm.loss.most_probable else None
+
+    def _divergence(self, batch: Experience) -> OfLogits:
+        """Of a loss that is of a teacher's distributions: the policy's divergence from them; n,1."""
+        assert self.teacher is not None, "give the learner its teacher first"
+        logits_of = self.teacher.logits(batch)
+
+        def divergence(start: int, logits_nV: Tensor) -> Tensor:
+            taught_nV = logits_of(start, start + len(logits_nV))
+            return self.algorithm.loss.from_teacher(logits_nV, taught_nV, self.temperature).unsqueeze(-1)
+
+        return divergence
+
+    def _drift(self, batch: Experience) -> OfLogits:
         """Of a loss that centres the score: each token's drift, and the size of its coefficients; n,2."""
-        if not self.algorithm.loss.most_probable:
-            return None
         assert batch.most_probable is not None, "sample with the most probable tokens first"
         top, temperature = MostProbable.join(batch.most_probable), self.temperature
 

@@ -237,6 +237,7 @@ class Loop(Steps):
         self.ranks.check_alike(self.learner.trained)
         if self.learner.critic is not None:
             self.ranks.check_alike(self.learner.critic.weights)
+        more = {name: self.ranks.whole(tensors) for name, tensors in self.learner.beside.items()}
         trained = self.ranks.whole(self.learner.trained)
         optimizer = self.ranks.whole(self.learner.step.optimizer_tensors())
         if not self.ranks.rank0:
@@ -246,7 +247,6 @@ class Loop(Steps):
         state |= self.base.state() | guard
         if self.exactness is not None and self.exactness.replans:
             state["exact"] = self.exactness.kernels[0].plan.way
-        more = self.learner.beside
         if self.learner.critic is not None:
             state["critic"] = self.learner.critic.state_dict()
         if self.reference is not None:

@@ -77,12 +77,14 @@ def micro_loss(
     algorithm: AlgorithmConfig,
     entropy_BR: Tensor | None = None,
     centre_BR: Tensor | None = None,
+    divergence_BR: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Accumulator]]:
     """Loss of a weighed micro-batch, and tallies; losses and gradients of all of a step's micro-batches add up.
 
     ``logp_BR``: the current policy's, with gradient. ``scale_BR``: each token's weight in the step's loss. ``log_z_B``:
     with FlowRL only. ``entropy_BR``: the current policy's, with gradient, where there is a bonus on it.
-    ``centre_BR``: of a loss that centres the score, its drift, with gradient.
+    ``centre_BR``: of a loss that centres the score, its drift, with gradient. ``divergence_BR``: of one that is of a
+    teacher's distributions, with gradient.
     """
     loss, old_BR, rollout_BR = algorithm.loss, batch.old_logp, batch.rollout_logp_BR
     advantage_B, weight_BR, valid_BR = batch.weighed
@@ -108,6 +110,7 @@ def micro_loss(
         ref_logp_BT=batch.ref_logp_BR,
         log_z_B=log_z_B,
         chosen_BT=batch.chosen_BR,
+        divergence_BT=divergence_BR,
     )
     if loss.most_probable:
         assert centre_BR is not None, "forward with the sampler's most probable tokens first"

@@ -345,6 +345,25 @@ class ReferencePolicy:
             raise RuntimeError("the reference holds no weights yet: take it first")
         return self._scorer(sequences)
 
+    def logits(self, sequences: Sequences) -> Callable[[int, int], Tensor]:
+        """Its logits after the prefixes of the response tokens from one number to before another; fp32, no gradient.
+
+        Hidden states are computed here, once, and logits whenever they are asked for: a part at a time.
+        """
+        if self.version < 0:
+            raise RuntimeError("the reference holds no weights yet: take it first")
+        model, position_N = self._copies.decoder, sequences.response_tokens()[0]
+        packed = Packed.of(sequences)
+        with torch.no_grad():
+            hidden_ME = packed.hidden(model, self.kernels)
+            hidden_NE = F.embedding(packed.packed_BT.flatten()[position_N], hidden_ME)
+
+        def part(start: int, stop: int) -> Tensor:
+            with torch.no_grad():
+                return self.kernels.logits(hidden_NE[start:stop], model.head_weight)
+
+        return part
+
     @property
     def weights(self) -> dict[str, Tensor]:
         """The copy, by parameter name, as the kernels hold it."""

@@ -24,6 +24,7 @@ from mantissa.base.errors import MantissaError, StoppedError
 from mantissa.base.ranks import ALONE, Ranks, world_size
 from mantissa.dropin import ReferenceRun
 from mantissa.precision import resolve
+from mantissa.precision.cpu import CpuProducts
 from mantissa.rl.assemble import Parts, assemble
 from mantissa.rl.config.recipe import apply_overrides, make_config
 from mantissa.rl.config.run import RunConfig
@@ -72,7 +73,7 @@ def resume(path: str | Path, overrides: Sequence[str] = (), nproc: int | None = 
         run = RunDirectory.open(path, write=True) if ranks.rank0 else Onlooker.open(path)
         with run, _resumable(run):
             config = in_force(config, run, ranks)
-            return _to_the_end(config, _assemble(config, ranks, _own(run, ranks)), run, "resume")
+            return _to_the_end(config, _assemble(config, ranks, _products(run, ranks)), run, "resume")
 
 
 def resumed_config(path: str | Path, overrides: Sequence[str] = (), nproc: int | None = None) -> RunConfig:
@@ -135,24 +136,19 @@ def _to_the_end(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
             return build_report(run) if ranks.rank0 else run.report_path
         del parts  # their memory goes before others take as much
         config, way = in_force(config, run, ranks), "fall back"
-        parts = _assemble(config, ranks)
+        parts = _assemble(config, ranks, _products(run, ranks))
 
 
-def _assemble(config: RunConfig, ranks: Ranks, own: frozenset[str] | None = None) -> Parts:
+def _assemble(config: RunConfig, ranks: Ranks, products: CpuProducts | None = None) -> Parts:
     build = assemble if config.waltz is None else _game().assemble_two
-    parts: Parts = build(config, ranks, own=own)
+    parts: Parts = build(config, ranks, products=products)
     return parts
 
 
-def _own(run: RunDirectory, ranks: Ranks) -> frozenset[str] | None:
-    """The formats that were the processor's own: measured when the run began, and held from then on."""
-    rows = run.environment.get("precision") or [] if ranks.rank0 else []
-    found = {(str(row.get("active")), row.get("kernels")) for row in rows if row.get("role") != "master"}
-    own, others = (
-        {name for name in ("bf16", "int8") for active, kernels in found if active.split()[0] == name and kernels == how}
-        for how in ("native", "simulated")
-    )
-    return ranks.broadcast(frozenset(own) if own | others else None)
+def _products(run: RunDirectory, ranks: Ranks) -> CpuProducts | None:
+    """How the processor multiplied when the run began, held from then on; None where the run does not say."""
+    recorded = run.environment.get("products") if ranks.rank0 else None
+    return ranks.broadcast(None if recorded is None else CpuProducts.of(recorded))
 
 
 def _game() -> Any:
@@ -174,6 +170,8 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
                 device = f"{parts.device.type}, {ranks.world} processes ({ranks.kind})"
             other = "" if parts.feedback is None else f"   feedback policy {_parameters(parts.feedback)}"
             live.note(f"run {run.path}   device {device}   parameters {_parameters(parts)}{other}")
+            if parts.precision.products is not None:
+                live.note(f"products {parts.precision.products}; which library has which shape: environment.json")
             if parts.model.config.weights_note:
                 live.note(f"weights {parts.model.config.weights_note}")
             for line in parts.plan.lines() if parts.plan else ():
@@ -230,6 +228,7 @@ def _environment(parts: Parts) -> dict[str, Any]:
         row["evidence"] = parts.evidence.get(row["role"], "")
     guards = list(parts.sampler.grader.notes)
     exact = {"exact": parts.plan.lines()} if parts.plan else {}
+    products = {} if parts.precision.products is None else {"products": parts.precision.products.record()}
     weights = {"weights": note} if (note := parts.model.config.weights_note) else {}
     device, ranks = str(parts.device), parts.ranks
     several = {} if ranks.alone else {"processes": ranks.world, "parallel": ranks.kind}
@@ -237,7 +236,7 @@ def _environment(parts: Parts) -> dict[str, Any]:
     if parts.twin is not None:
         share = {"engine_share": parts.twin.facts(parts.sampler.engine)}
     about = {"precision": rows, "training_device": device, "grading": guards}
-    return environment() | about | weights | exact | several | share
+    return environment() | about | products | weights | exact | several | share
 
 
 def _precision(parts: Parts) -> list[dict[str, str]]:

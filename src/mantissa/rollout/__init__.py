@@ -2,10 +2,11 @@
 
 from mantissa.rollout.engine import Call, NativeEngine
 from mantissa.rollout.types import Completion, FinishReason, Request, RolloutEngine, SamplingParams
-from mantissa.rollout.vllm.engine import LEAST_TEMPERATURE, VllmEngine
-from mantissa.rollout.vllm.server import VllmStart, require_vllm, serve_vllm
+from mantissa.rollout.vllm.engine import LEAST_TEMPERATURE, VllmEngine, untold_support
+from mantissa.rollout.vllm.server import MOST_TOLD, VllmStart, require_vllm, serve_vllm
 
 __all__ = [
-    "LEAST_TEMPERATURE", "Call", "Completion", "FinishReason", "NativeEngine", "Request",
+    "LEAST_TEMPERATURE", "MOST_TOLD", "Call", "Completion", "FinishReason", "NativeEngine", "Request",
     "RolloutEngine", "SamplingParams", "VllmEngine", "VllmStart", "require_vllm", "serve_vllm",
+    "untold_support",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ Legend: T response tokens, K of the most probable tokens, B rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,17 @@ class MostProbable:
         """The inverse of ``join``; ``lengths``: tokens of each response."""
         parts = zip(self.ids_TK.split(list(lengths)), self.logp_TK.split(list(lengths)), strict=True)
         return [MostProbable(ids.clone(), logp.clone()) for ids, logp in parts]
+
+    @staticmethod
+    def of(steps: Sequence[Mapping[int, float]], count: int) -> MostProbable:
+        """From log-probs by token id, of each of T tokens; of each the ``count`` largest."""
+        ids_TK = torch.zeros(len(steps), count, dtype=torch.int32)
+        logp_TK = torch.full((len(steps), count), -torch.inf)
+        for row, step in enumerate(steps):
+            best = sorted(step.items(), key=lambda one: (-one[1], one[0]))[:count]
+            ids_TK[row, : len(best)] = torch.tensor([token for token, _ in best], dtype=torch.int32)
+            logp_TK[row, : len(best)] = torch.tensor([logp for _, logp in best])
+        return MostProbable(ids_TK, logp_TK)
 
     def fits(self, tokens: int, vocabulary: int) -> bool:
         """Whether these can be of so many tokens; for what a file holds."""

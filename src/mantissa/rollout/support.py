@@ -47,6 +47,15 @@ def encode(kept_BV: Tensor) -> list[NDArray[np.int32]]:
     return parts
 
 
+def encode_ids(ids: Sequence[int], vocabulary: int) -> NDArray[np.int32]:
+    """The words of one support, given by its tokens."""
+    if len(ids) < -(-vocabulary // _BITS):
+        return np.sort(np.array(ids, dtype=np.int32))
+    kept_1V = torch.zeros(1, vocabulary, dtype=torch.bool)
+    kept_1V[0, list(ids)] = True
+    return encode(kept_1V)[0]
+
+
 @dataclass(frozen=True)
 class Support:
     """The supports of T tokens, one after the other. On the CPU.

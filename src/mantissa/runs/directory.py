@@ -36,6 +36,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.files import atomic_file, disk_errors, numbered, own, remove_leftovers, write_atomically
 from mantissa.base.folders import locked
 from mantissa.base.jsonl import JsonLines, Row
+from mantissa.base.processor import cpu_model
 from mantissa.base.readers import parquet
 from mantissa.base.readers.json import as_json, read_json
 from mantissa.base.readers.yaml import RECORDED, read_yaml
@@ -441,16 +442,6 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "git": git_state(),
     }
-
-
-def cpu_model() -> str:
-    """The processor's name, or its architecture where the system does not tell."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def git_state(folder: Path | str = ".") -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ model or the optimiser is touched.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -150,23 +151,29 @@ def _probed(
         return abs(_moved(optimizer, masters, dtype, rate, steps)) >= exact / 2 > 0
 
     try:
-        rate = next((2.0**-k for k in range(30, 0, -1) if moves(2.0**-k, 1)), None)
-        if rate is None:
-            return None, None, "no rate below 1/2 moved a weight of 1"
-        smallest = abs(_moved(optimizer, "fp32", torch.float64, rate, 1))
-        return smallest, moves(rate / 8, 64), ""
+        with torch.random.fork_rng(devices=[]):  # one that rounds stochastically draws
+            rate = next((2.0**-k for k in range(30, 0, -1) if moves(2.0**-k, 1)), None)
+            if rate is None:
+                return None, None, "no rate below 1/2 moved a weight of 1"
+            smallest = abs(_moved(optimizer, "fp32", torch.float64, rate, 1))
+            return smallest, moves(rate / 8, 64), ""
     except Exception as error:  # noqa: BLE001 - a foreign optimiser may ask for anything
         return None, None, f"{type(optimizer).__name__} over one parameter raised {type(error).__name__}: {error}"
 
 
 def _moved(optimizer: torch.optim.Optimizer, masters: Masters, dtype: torch.dtype, rate: float, steps: int) -> float:
     """How far weights of 1 move on average, in steps that are ``rate`` each in exact arithmetic."""
-    weight = nn.Parameter(torch.ones(1024, dtype=dtype))
+    weight = nn.Parameter(torch.ones(32, 32, dtype=dtype))  # two dimensions, which some want
     group = {k: copy.deepcopy(v) for k, v in optimizer.param_groups[0].items() if k not in ("params", "initial_lr")}
     group |= {name: 0.0 for name in ("weight_decay", "momentum", "dampening") if name in group}
     group |= {name: False for name in ("fused", "foreach", "capturable", "nesterov") if name in group}
-    kwargs: dict[str, Any] = {"lr": rate} if "lr" in group else {}
+    known = inspect.signature(type(optimizer)).parameters
+    kwargs: dict[str, Any] = {name: value for name, value in group.items() if name in known}
+    kwargs |= {"lr": rate} if "lr" in group else {}
     one = type(optimizer)([{"params": [weight], **group}], **kwargs)
+    for name, value in vars(optimizer).items():  # what it was made with and keeps beside its groups
+        if isinstance(value, (bool, int, float, str)) and name in vars(one):
+            setattr(one, name, value)
     for each in one.param_groups:
         each["lr"] = torch.tensor(rate) if isinstance(group.get("lr"), Tensor) else rate
     kept = master_weights(masters, {"probe": weight}, BF16)

@@ -45,11 +45,16 @@ def adamw(
 ) -> torch.optim.Optimizer:
     """AdamW over a model's parameters that train; weight decay on matrices only (norms and biases are left alone).
 
+    Slices (FSDP2) and whole parameters are groups apart: no fused update takes both.
+
     ``moments``: fp32, or 8bit block by block by torchao, which keeps each group's rate as a tensor.
     """
-    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = []
+    for sliced in dict.fromkeys(map(is_dtensor, trained)):
+        matrices = [p for p in trained if is_dtensor(p) is sliced and p.dim() >= 2]
+        vectors = [p for p in trained if is_dtensor(p) is sliced and p.dim() < 2]
+        groups += [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     if moments == "8bit":
         return eight_bit_adamw(groups, betas=betas, eps=eps)
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)

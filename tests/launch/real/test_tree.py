@@ -215,7 +215,7 @@ def test_every_rehearsal_composes(kind: str, tmp_path: Path, compose: Compose, v
     if verl_version == "0.8.0":
         pytest.skip("0.8 has no plugin points")
     words = command(kind, tmp_path / "run")
-    recipe = Path(words[4])
+    recipe = Path(words[words.index("launch") + 1])
     engine = KINDS[kind].engine
     file = launch_file(recipe) if launch_file(recipe).is_file() else None
     overrides = [f"run_dir={tmp_path}/run", *KINDS[kind].overrides]

@@ -53,6 +53,18 @@ def test_a_short_run_measures_the_gap_of_two_engines(precision: str, tmp_path: P
         assert "cache fp8_e4m3 of scale 1" in table["rollout"]["evidence"]
 
 
+def test_a_run_with_top_k_and_top_p_learns_over_what_vllm_kept(tmp_path: Path) -> None:
+    """And with score centering, over the most probable tokens that vLLM told of."""
+    centred = "algorithm={loss: {kind: reinforce, centering: 4}, correction: token_tis}"
+    for more in ((), (centred,)):
+        folder = tmp_path / f"run-{len(more)}"
+        for row in run_on_vllm(folder, "precision=fp32", "rollout.top_k=6", "rollout.top_p=0.9", *more):
+            assert row["gap/abs_logp_diff_mean"] < GAPS["fp32"][1]
+            assert row["support/log_mass"] < -0.01
+            assert row[NONFINITE] == 0
+            assert ("policy/centering" in row) == bool(more)
+
+
 def test_a_short_run_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the products lent to a CPU (``vllm_fp8_worker.py``): the learner in fp8 too, the codes its own."""
     monkeypatch.setattr("mantissa.rollout.vllm.server.EXTENSION", "vllm_fp8_worker.WithProducts")

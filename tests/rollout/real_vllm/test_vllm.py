@@ -15,8 +15,9 @@ from mantissa.base.errors import MantissaError
 from mantissa.kernels import rollout_kernels
 from mantissa.precision import FP32, PrecisionPolicy, resolve
 from mantissa.rollout import Request, SamplingParams, VllmEngine, VllmStart
+from mantissa.rollout.sampling import filter_logits
 from mantissa.rollout.vllm.server import WeightFolder
-from naive_engine import reference_gaps
+from naive_engine import reference_gaps, reference_logp
 
 pytestmark = pytest.mark.vllm
 PARAMS = SamplingParams(max_tokens=20, temperature=0.7, stop_token_ids=(3,))
@@ -48,6 +49,33 @@ def test_log_probs_are_of_the_distribution_sampled_from(
     found = reference_gaps(pair.native, requests, groups, temperature)
     assert len(found) > 100
     assert found.abs().max() < 3e-5
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_k": 12, "top_p": 0.8}], ids=["top-k", "top-k and top-p"])
+def test_supports_are_what_the_native_engine_would_keep(
+    pair_of: Callable[..., Any], requests: list[Request], filters: dict[str, Any]
+) -> None:
+    """And log-probs are renormalised over them; a cut that falls on a rounding error may differ by its one token."""
+    pair = pair_of("llama")
+    pair.sync(25)
+    params = dataclasses.replace(PARAMS, most_probable=3, **filters)
+    groups = pair.vllm.generate(requests, params, pair.version)
+    tokens, unlike = 0, 0
+    for request, sample in ((r, s) for r, group in zip(requests, groups, strict=True) for s in group):
+        logp_TV = reference_logp(pair.native, request.prompt_tokens, sample.tokens, 1.0)
+        kept_TV = filter_logits(logp_TV.float(), params) != -torch.inf
+        support_TV = sample.support.mask(0, len(sample.tokens), logp_TV.shape[1])
+        tokens, unlike = tokens + len(kept_TV), unlike + int((kept_TV != support_TV).any(1).sum())
+        own = (logp_TV.masked_fill(~support_TV, -torch.inf) / params.temperature).log_softmax(-1)
+        picked = own.gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0]
+        assert float((sample.logp_T.double() - picked).abs().max()) < 3e-5
+        top = sample.most_probable
+        best = own.topk(3, -1)
+        known = best.values > -torch.inf  # fewer than three may be left
+        assert torch.equal(top.ids_TK.long()[known], best.indices[known])
+        torch.testing.assert_close(top.logp_TK.double(), best.values, rtol=0, atol=3e-5)
+    assert tokens > 100
+    assert unlike <= tokens // 50
 
 
 @pytest.mark.parametrize("family", FAMILIES)

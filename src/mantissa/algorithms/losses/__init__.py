@@ -15,12 +15,13 @@ from mantissa.algorithms.losses.gmpo import GMPOConfig
 from mantissa.algorithms.losses.gspo import GSPOConfig
 from mantissa.algorithms.losses.ppo_clip import PPOClipConfig
 from mantissa.algorithms.losses.reinforce import ReinforceConfig
+from mantissa.algorithms.losses.reverse_kl import ReverseKLConfig, reverse_kl
 from mantissa.algorithms.losses.sapo import SAPOConfig
 
 # The registry. A new loss is a file here, its class in this line, and an oracle in tests/algorithms.
 LossConfig = Annotated[
     ReinforceConfig | PPOClipConfig | DAPOConfig | GSPOConfig | GMPOConfig | SAPOConfig | DPPOConfig | CISPOConfig
-    | ClipCovConfig | KLCovConfig | FlowRLConfig | CustomLossConfig,
+    | ClipCovConfig | KLCovConfig | FlowRLConfig | ReverseKLConfig | CustomLossConfig,
     Field(discriminator="kind"),
 ]  # fmt: skip
 LOSSES: dict[str, type[Loss]] = {each.model_fields["kind"].default: each for each in get_args(get_args(LossConfig)[0])}
@@ -28,5 +29,5 @@ LOSSES: dict[str, type[Loss]] = {each.model_fields["kind"].default: each for eac
 __all__ = [
     "LOSSES", "CISPOConfig", "ClipCovConfig", "CustomLossConfig", "DAPOConfig", "DPPOConfig", "FlowRLConfig",
     "GMPOConfig", "GSPOConfig", "KLCovConfig", "Loss", "LossConfig", "PPOClipConfig", "PartitionSettings",
-    "ReinforceConfig", "SAPOConfig",
+    "ReinforceConfig", "ReverseKLConfig", "SAPOConfig", "reverse_kl",
 ]  # fmt: skip

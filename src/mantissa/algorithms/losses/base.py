@@ -39,9 +39,9 @@ class PartitionSettings(NamedTuple):
 
 
 class Masked(NamedTuple):
-    """A micro-batch as a loss takes it: floats of one dtype, 0 where masked; only ``logp_BT`` and ``log_z_B`` carry a
-    gradient. ``advantage_B`` is as it came (BT where each token has its own): of a sequence without a valid token it
-    may be anything."""
+    """A micro-batch as a loss takes it: floats of one dtype, 0 where masked; only ``logp_BT``, ``log_z_B`` and
+    ``divergence_BT`` carry a gradient. ``advantage_B`` is as it came (BT where each token has its own): of a sequence
+    without a valid token it may be anything."""
 
     logp_BT: Tensor
     old_logp_BT: Tensor
@@ -52,6 +52,7 @@ class Masked(NamedTuple):
     ref_logp_BT: Tensor | None
     log_z_B: Tensor | None
     chosen_BT: Tensor | None = None  # bool, of a loss that selects
+    divergence_BT: Tensor | None = None  # with gradient, of a loss that is ``of_teacher``
 
 
 class Loss(Config):
@@ -68,6 +69,7 @@ class Loss(Config):
     every_completion: ClassVar[bool] = False  # whether one whose advantage is 0 has a gradient all the same
     weighs_itself: ClassVar[bool] = False  # by the current policy over the rollout's: there is no ratio, and no clip
     selects: ClassVar[bool] = False  # some tokens of each optimiser step are chosen before it: ``select``
+    of_teacher: ClassVar[bool] = False  # of the reference's whole distributions: ``divergence_BT`` is made for it
     verl_mode: ClassVar[str | None] = None  # verl's policy_loss.loss_mode; None: it has no such loss
     verl_keys: ClassVar[Mapping[str, str]] = {}  # of verl, by the field here that each says
 
@@ -96,6 +98,11 @@ class Loss(Config):
         """
         raise NotImplementedError
 
+    def from_teacher(self, logits_nV: Tensor, teacher_nV: Tensor, temperature: float) -> Tensor:
+        """Of a loss that is ``of_teacher``: its ``divergence_BT``, from the logits of the policy (with gradient) and of
+        the teacher after n prefixes; n."""
+        raise NotImplementedError
+
     def refusals(self, algorithm: AlgorithmConfig) -> Refusals:
         """What this loss does not go with: whether it is so, and what to say then."""
         yield from ()
@@ -112,15 +119,16 @@ class Loss(Config):
         ref_logp_BT: Tensor | None = None,
         log_z_B: Tensor | None = None,
         chosen_BT: Tensor | None = None,
+        divergence_BT: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Accumulator]]:
         """Loss of a micro-batch, ``sum over the mask of scale * loss_of_token``, and metrics.
 
         ``logp_BT``: the current policy's, with gradient. ``old_logp_BT``: the policy's at the start of the update (pass
         ``logp_BT.detach()`` for a single on-policy step). ``weight_BT`` and ``mask_BT``: from ``correction`` (its
         ``valid_BT``). ``scale_BT``: this micro-batch's rows of ``aggregation_scale``; with it, losses and gradients add
-        up to those of the whole batch, for whole sequences. ``ref_logp_BT``, ``log_z_B``, ``chosen_BT``: of a loss
-        that needs them.
-        All floats one dtype (fp32, or float64). Only ``logp_BT`` (and ``log_z_B``) receives a gradient.
+        up to those of the whole batch, for whole sequences. ``ref_logp_BT``, ``log_z_B``, ``chosen_BT``,
+        ``divergence_BT``: of a loss that needs them.
+        All floats one dtype (fp32, or float64). Only ``logp_BT`` (``log_z_B``, ``divergence_BT``) receives a gradient.
 
         Metrics: the ``policy/...`` of ``mantissa.mismatch``, but for those of ``ratio_parts``; a loss without a clip
         has no ``policy/clip_fraction``.
@@ -130,7 +138,9 @@ class Loss(Config):
         )
         ref = None if ref_logp_BT is None else torch.where(mask_BT, ref_logp_BT.detach(), 0.0)
         log_z = None if log_z_B is None else torch.where(mask_BT.any(-1), log_z_B, 0.0)
-        given = Masked(logp, old, advantage_B.detach(), mask_BT, weight, scale, ref, log_z, chosen_BT)
+        divergence = None if divergence_BT is None else torch.where(mask_BT, divergence_BT, 0.0)
+        known = (weight, scale, ref, log_z, chosen_BT, divergence)
+        given = Masked(logp, old, advantage_B.detach(), mask_BT, *known)
         loss, metrics = self.of_batch(given)
         return loss, metrics | drift(logp.detach(), old, mask_BT) | {"policy/loss": Accumulator.of("sum", loss)}
 

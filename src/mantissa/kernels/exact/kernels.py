@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mantissa.kernels import products
 from mantissa.kernels.exact.plan import AttentionChoice, Choice, ExactPlan, pieces
+from mantissa.kernels.products import Products
 from mantissa.kernels.simulated import CausalAttention, SimulatedKernels, _Sigmoid, _SwiGLU
-from mantissa.precision import FP32, Fp8Policy, NumberFormat, round_cached, round_to_format_
+from mantissa.precision import FP32, Fp8Policy, NumberFormat, cpu, round_cached, round_to_format_
 
 _PART = 1 << 19  # values of SwiGLU at a time: 2 MB
 
@@ -49,8 +49,9 @@ class ExactKernels(SimulatedKernels):
         weights_on_grid: bool = False,
         kv_format: NumberFormat | None = None,
         fp8: Fp8Policy | None = None,
+        table: cpu.CpuProducts | None = None,
     ) -> None:
-        super().__init__(fmt, logits_format, weights_on_grid, fp8)
+        super().__init__(fmt, logits_format, weights_on_grid, fp8, table)
         self.plan = plan
         self.kv_format = kv_format or fmt
 
@@ -71,7 +72,8 @@ class ExactKernels(SimulatedKernels):
 
     def causal_attention(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
         self.plan.check_length(k_BKTD.shape[2])
-        return ExactAttention.apply(q_BHTD, k_BKTD, v_BKTD, self.format, self.kv_format, self.plan.attention)
+        choice = self.plan.attention
+        return ExactAttention.apply(q_BHTD, k_BKTD, v_BKTD, self.format, self.products, self.kv_format, choice)
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         self.plan.check_length(k_BKSD.shape[2])
@@ -128,7 +130,7 @@ def product(x_NE: Tensor, weight_FE: Tensor, choice: Choice) -> Tensor:
 
 
 def _tile(tile_RE: Tensor, weight_FE: Tensor, choice: Choice) -> Tensor:
-    return products.onednn(tile_RE, weight_FE) if choice.onednn else torch.mm(tile_RE, weight_FE.t())
+    return cpu.onednn(tile_RE.contiguous(), weight_FE) if choice.onednn else torch.mm(tile_RE, weight_FE.t())
 
 
 KEYS = 16  # the fewest keys of a block: the widest vector of a CPU, so that a softmax's lanes stay the same
@@ -169,6 +171,7 @@ class ExactAttention(torch.autograd.Function):
         k_BKTD: Tensor,
         v_BKTD: Tensor,
         fmt: NumberFormat,
+        products: Products,
         kv_fmt: NumberFormat,
         choice: AttentionChoice,
     ) -> Tensor:
@@ -177,7 +180,7 @@ class ExactAttention(torch.autograd.Function):
         q, k, v = _laid_out(q_BHTD, k, v, choice)
         out = _causal(q, k, v, length, length, fmt, choice)
         ctx.save_for_backward(q[:, :, :length], k[:, :length], v[:, :length], out)
-        ctx.fmt, ctx.shape, ctx.block = fmt, q_BHTD.shape, _queries(length, choice)
+        ctx.fmt, ctx.shape, ctx.block, ctx.products = fmt, q_BHTD.shape, _queries(length, choice), products
         return out.view(q_BHTD.shape)
 
     @staticmethod

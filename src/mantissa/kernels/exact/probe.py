@@ -28,7 +28,7 @@ from mantissa.kernels import probe as probes
 from mantissa.kernels.exact.kernels import BLOCK, KEYS, ExactAttention, ExactKernels, batched, cached, causal, product
 from mantissa.kernels.exact.plan import WAYS, AttentionChoice, Choice, ExactPlan, ModelShapes, Way
 from mantissa.kernels.interface import Kernels
-from mantissa.kernels.products import packable, packed
+from mantissa.kernels.products import Products, packable, packed
 from mantissa.precision import FP32, ResolvedRole
 
 _TILES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -291,7 +291,7 @@ class _Attention:
         for length in sorted({min(n, self.shapes.length) for n in (40, 200, 520)}):
             q = torch.randn(2, kv_heads * self.group, length, size, generator=generator)
             k, v = torch.randn(2, 2, kv_heads, length, size, generator=generator)
-            whole = ExactAttention.apply(q, k, v, FP32, FP32, choice)
+            whole = ExactAttention.apply(q, k, v, FP32, Products(), FP32, choice)
             half = length // 2
             if not torch.equal(causal(q[:, :, half:], k, v, FP32, choice), whole[:, :, half:]):
                 return f"a chunk of {length} positions"

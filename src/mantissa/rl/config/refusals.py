@@ -10,7 +10,7 @@ from mantissa.base.config import Refusals
 from mantissa.base.errors import MantissaError
 from mantissa.precision import DIAL, SCHEMES
 from mantissa.rl.config.waltz import waltz_refusals
-from mantissa.rollout import LEAST_TEMPERATURE
+from mantissa.rollout import LEAST_TEMPERATURE, MOST_TOLD, untold_support
 from mantissa.rollout.support import ignored
 from mantissa.tasks import CodeConfig
 from mantissa.training.masters import check_masters
@@ -95,15 +95,6 @@ def _process_refusals(config: RunConfig) -> Refusals:
         "parallel=fsdp2 with optimizer.moments=8bit: blocks of a slice are not those of the whole, so another number "
         "of processes could not resume; use parallel=ddp, or optimizer.moments=fp32",
     )
-    critic = config.algorithm.critic is not None
-    yield (
-        critic and fsdp2,
-        "parallel=fsdp2 with algorithm.critic: every process holds the whole value model; use parallel=ddp",
-    )
-    yield (
-        critic and config.model.lora is not None,
-        "algorithm.critic with model.lora: the value model trains every weight of its own; leave model.lora out",
-    )
     yield (
         fsdp2 and config.model.lora is not None,
         "parallel=fsdp2 with model.lora: adapters are merged into whole matrices, and what would be divided, gradients "
@@ -151,6 +142,7 @@ def _vllm_refusals(config: RunConfig) -> Refusals:
     """What vLLM cannot do, or what nobody has tried with it."""
     policy, rollout = config.precision, config.rollout
     base, lag = policy.format_of(policy.rollout).name, rollout.max_policy_lag
+    untold = untold_support(rollout.top_k, rollout.top_p)
     refusals = (
         (
             policy.kernels == "exact",
@@ -158,13 +150,13 @@ def _vllm_refusals(config: RunConfig) -> Refusals:
             "not equal to the last bit; use kernels=fast and read the gap",
         ),
         (
-            config.algorithm.loss.most_probable > 0,
-            "algorithm.loss.centering: what vLLM thought of other tokens is not returned here; leave it out",
+            config.algorithm.loss.most_probable > MOST_TOLD,
+            f"algorithm.loss.centering={config.algorithm.loss.most_probable}: vLLM tells at most {MOST_TOLD} tokens; "
+            "lower it",
         ),
         (
-            rollout.top_k > 0 or rollout.top_p < 1,
-            f"{'rollout.top_k' if rollout.top_k else 'rollout.top_p'}={rollout.top_k or rollout.top_p:g}: which tokens "
-            f"vLLM kept is not returned here, and a {ignored(rollout.top_k, rollout.top_p)}; leave it out",
+            bool(untold),
+            f"rollout.{untold} (a {ignored(rollout.top_k, rollout.top_p)})",
         ),
         (
             policy.kv_cache not in (None, base, "fp8"),

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib
+import math
 import os
 import tempfile
 import uuid
@@ -51,13 +52,17 @@ from mantissa.base.readers.json import as_json, parse_json
 from mantissa.kernels import Kernels
 from mantissa.model import CopiedPolicy
 from mantissa.rollout.generation import StopStrings
+from mantissa.rollout.most_probable import MostProbable
 from mantissa.rollout.sampling import request_keys
+from mantissa.rollout.support import Support, encode_ids
 from mantissa.rollout.types import Completion, FinishReason, Request, SamplingParams, check_requests, check_version
-from mantissa.rollout.vllm.server import VllmStart, WeightFolder, dtype_name, require_vllm, sample_weights
+from mantissa.rollout.vllm.server import MOST_TOLD, VllmStart, WeightFolder, dtype_name, require_vllm, sample_weights
 from mantissa.rollout.vllm.worker import CodeKernels
 
 LEAST_TEMPERATURE = 0.01  # below it vLLM samples at 0.01
 _NOT_FINITE = -9999.0  # what vLLM's server sends in the place of NaN and of anything below
+_TIES = 8  # tokens as probable as the last that top-k keeps, which vLLM keeps too
+_MASS = 1e-4  # by which the kept tokens' probabilities, rounded to fp32, may add to another number than 1
 _MOST_CONNECTIONS = 256  # to a server; samples beyond that wait here and not there
 
 
@@ -72,11 +77,12 @@ class VllmOutput:
 
 def asked_of(params: SamplingParams, seed: int, logprobs: int) -> dict[str, Any]:
     """vLLM's sampling parameters, by its own names; those of stop strings stay here."""
+    draws = params.temperature > 0  # the most probable token is so whatever is left out beside it
     return {
         "n": 1,
         "temperature": params.temperature,
-        "top_p": 1.0,
-        "top_k": 0,
+        "top_p": params.top_p if draws else 1.0,
+        "top_k": params.top_k if draws else 0,
         "max_tokens": params.max_tokens,
         "stop_token_ids": list(params.stop_token_ids),
         "ignore_eos": True,  # what ends a response is said here, not in the model's folder
@@ -84,6 +90,22 @@ def asked_of(params: SamplingParams, seed: int, logprobs: int) -> dict[str, Any]
         "seed": seed,
         "detokenize": False,
     }
+
+
+def untold_support(top_k: int, top_p: float) -> str:
+    """Why vLLM would not tell what these leave to draw from; empty where it does."""
+    if top_p < 1 and not top_k:
+        return (
+            f"top_p={top_p:g} alone: vLLM tells as many of the most probable tokens as it is asked for, and what top_p "
+            f"keeps has no bound; set top_k too, to at most {MOST_TOLD - _TIES}"
+        )
+    return "" if top_k <= MOST_TOLD - _TIES else f"top_k={top_k}: it tells at most {MOST_TOLD - _TIES} tokens; lower it"
+
+
+def others_told(params: SamplingParams, vocabulary: int) -> int:
+    """How many tokens' log-probs are asked for besides the sampled one's: all that top-k may keep, ties included."""
+    kept = params.top_k + _TIES if params.top_k and params.temperature > 0 else 0
+    return min(max(kept, params.most_probable), vocabulary, MOST_TOLD)
 
 
 class LocalVllm:
@@ -371,7 +393,7 @@ class VllmEngine:
         _check_params(params)
         prompts = [request.prompt_tokens for request in requests for _ in range(request.samples)]
         seeds = [key & ((1 << 63) - 1) for key in request_keys(requests).tolist()]
-        outputs = self._link.outputs(prompts, params, seeds)
+        outputs = self._link.outputs(prompts, params, seeds, others_told(params, self.config.vocab_size))
         held = self._link.call("mantissa_mark")["mark"]
         if held != self._mark:
             self._version = -1
@@ -397,6 +419,7 @@ class VllmEngine:
             ends = (end for end in range(1, len(tokens) + 1) if found.completed(tokens[:end]))
             if (end := next(ends, None)) is not None:
                 tokens, logp, reason = tokens[:end], logp[:end], "stop"
+        steps = output.logprobs[: len(tokens)]
         logp_T = torch.tensor(logp, dtype=torch.float32)
         if params.temperature == 0:
             logp_T = torch.zeros_like(logp_T)  # a point mass; vLLM's are of temperature 1 then
@@ -404,7 +427,24 @@ class VllmEngine:
             raise MantissaError(
                 f"{where} gave a log-prob that is not finite: its {self.start.format} overflowed; use bf16"
             )
-        return Completion(tokens, logp_T, reason, self._version)
+        support = self._support(steps) if params.truncates and params.temperature > 0 else None
+        told = MostProbable.of([_known(step) for step in steps], params.most_probable) if params.most_probable else None
+        return Completion(tokens, logp_T, reason, self._version, support=support, most_probable=told)
+
+    def _support(self, steps: Sequence[Mapping[int, float]]) -> Support:
+        """What each token was drawn from: the tokens that have a probability, which must be all that have one."""
+        words = []
+        for step in steps:
+            kept = _known(step)
+            mass = math.fsum(map(math.exp, kept.values()))
+            if abs(mass - 1) > _MASS:
+                raise MantissaError(
+                    f"{self._link.where} kept tokens of {mass:.6f} of the probability that it drew from and told of no "
+                    "others: more are tied than were asked for, or its log-probs are not of what top-k and top-p left; "
+                    "set rollout.engine=native, or leave both out"
+                )
+            words.append(encode_ids(list(kept), self.config.vocab_size))
+        return Support.of(words)
 
     # weights
 
@@ -512,9 +552,14 @@ def _cache_of(facts: Mapping[str, str]) -> str:
     return f", cache {facts['kv_cache']}{queries}"
 
 
+def _known(step: Mapping[int, float]) -> dict[int, float]:
+    """Tokens that could be drawn; a server says what has no probability by a number."""
+    return {token: logp for token, logp in step.items() if logp > _NOT_FINITE}
+
+
 def _check_params(params: SamplingParams) -> None:
-    if params.top_k or params.top_p < 1:
-        raise MantissaError("vLLM as a rollout engine samples without top-k and top-p; use the native engine for them")
+    if untold := untold_support(params.top_k, params.top_p):
+        raise MantissaError(f"vLLM as a rollout engine with {untold}")
     if 0 < params.temperature < LEAST_TEMPERATURE:
         raise MantissaError(
             f"temperature={params.temperature:g}: vLLM would sample at {LEAST_TEMPERATURE}; raise it to that, or use 0"

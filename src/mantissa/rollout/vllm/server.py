@@ -154,6 +154,7 @@ def _waited(server: subprocess.Popen[bytes], stopped: list[float]) -> int:
 _CACHE_BYTES = 4 << 30  # of keys and values at most, but for one longest sequence; sequences beyond that wait
 _BLOCK = 128  # tokens of one block of vLLM's cache on a CPU; 16 on a GPU
 _FP8_HEAD = 32  # what its fp8 kernels on a CPU take at a time of a head
+MOST_TOLD = 256  # tokens whose log-probs vLLM tells with each sampled one, where they are asked for
 _BATCH_TOKENS = 8192  # of one step of vLLM on a CPU at most, where neither a sequence nor the slots need more
 _BESIDE_BYTES = 2 << 30  # of a GPU: what vLLM's process takes besides weights and cache
 _LONGEST_PATH = 107  # of a socket, whose name vLLM makes of TMPDIR and a UUID; to longer ones nothing connects
@@ -243,6 +244,7 @@ class VllmStart:
             "max_model_len": self.max_length,
             "max_num_seqs": self.slots,
             "logprobs_mode": "processed_logprobs",
+            "max_logprobs": MOST_TOLD,
             "enforce_eager": True,
             "seed": 0,
             "worker_extension_cls": EXTENSION,
