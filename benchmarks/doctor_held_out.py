@@ -73,18 +73,18 @@ def outcome(case: Case, found: Diagnosis, healthy_size: float, size: float) -> s
     return "undecided"
 
 
-def diagnosed(sequences: list[Scored], temperature: float, name: str) -> Diagnosis:
-    settings = Settings(temperature, rollout_format=name, learner_format=name)
+def diagnosed(sequences: list[Scored], temperature: float, name: str, experts: bool | None = None) -> Diagnosis:
+    settings = Settings(temperature, rollout_format=name, learner_format=name, experts=experts)
     return examine(Dump("plain", Path("blind"), sequences, settings))
 
 
-def of_family(every: Sequence[Case], family: str, name: str) -> Iterator[dict[str, Any]]:
+def of_family(every: Sequence[Case], family: str, name: str, experts: bool | None = None) -> Iterator[dict[str, Any]]:
     """A row for each mistake and side."""
     healthy = 0.0
     for case in every:
         for side, sequences in (("learner", case.sequences), ("rollout", swapped(case.sequences))):
             started = time.perf_counter()
-            found = diagnosed(sequences, case.temperature, name)
+            found = diagnosed(sequences, case.temperature, name, experts)
             seconds = time.perf_counter() - started
             size = float(found.figures["u_rms"])
             healthy = size if case.name == "healthy" and side == "learner" else healthy
@@ -142,12 +142,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=32)
     parser.add_argument("--dumps", help="a folder where dumps are kept between runs (pickles of this script's own)")
     parser.add_argument("--run", default="", help="a name for these rows, such as the first run on held-out families")
+    parser.add_argument("--experts", action="store_true", help="the dumps say that they are of a mixture of experts")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     every: list[dict[str, Any]] = []
     for each in options.models.split(","):
         family, name = each.split(":")
-        for row in of_family(made(family, name, options), family, name):
+        for row in of_family(made(family, name, options), family, name, options.experts or None):
             append(RESULTS, [{"benchmark": "doctor_held_out", "run": options.run, "seed": options.seed} | row], "cpu")
             every.append(row)
             if row["outcome"] != "right":

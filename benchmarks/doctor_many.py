@@ -8,6 +8,17 @@ anew): a decode loop with a cache in one format, and whole sequences scored in t
 bootstrap's over families. Rows go to results/doctor_held_out.jsonl.
 
 Expected before any dump of a held-out family was diagnosed: at least 99% are called healthy, in every family 95%.
+
+    python benchmarks/doctor_many.py --run fifth --dumps 10 --experts \
+        --families glm4-moe,flex-olmo,hunyuan-moe,jetmoe,granitemoe-shared
+    python benchmarks/doctor_many.py --run fifth --dumps 4 --families glm4,olmo,cohere,ernie,hunyuan
+    python benchmarks/doctor_held_out.py --run fifth --models glm4-moe@2:bf16,flex-olmo+text:fp16 --experts
+
+Mixtures of experts (``--experts``) are asked twice, with a dump that says so (``experts``) and one that does not.
+Expected of the fifth run before any dump of its families was diagnosed: mixtures that say so are called healthy in at
+least 95%; none is called a fault where it does not say so; dense ones are all called healthy; of the faults of a
+mixture that says so none is called healthy that is twice as large as its healthy size and that the line says it would
+see.
 """
 
 from __future__ import annotations
@@ -15,7 +26,7 @@ from __future__ import annotations
 import argparse
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,21 +81,25 @@ def made(how: Drawn) -> Dump:
     return Dump("plain", Path("blind"), dump(rolled, learner), settings)
 
 
-def row(how: Drawn, sequences: Sequence[Scored], found: Diagnosis) -> dict[str, Any]:
+def row(how: Drawn, sequences: Sequence[Scored], found: Diagnosis, experts: bool | None) -> dict[str, Any]:
     family = how.family.split("@")[0]
     named = () if found.fault is None else (found.fault.name, *found.fault.also)
     return {"benchmark": "doctor_many", "family": family, "held_out": family not in TUNED, "model": how.family,
             "formats": list(how.formats), "temperature": how.temperature, "length": how.length, "seed": how.seed,
             "sequences": len(sequences), "tokens": found.figures["tokens"], "u_rms": found.figures["u_rms"],
             "verdict": found.verdict.value, "named": list(named), "right": found.verdict.value == "healthy noise",
-            "headline": found.headline[:240]}  # fmt: skip
+            "experts": experts, "headline": found.headline[:240]}  # fmt: skip
 
 
-def of_family(family: str, numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
+def of_family(family: str, numbers: Sequence[int], mixture: bool = False) -> Iterator[dict[str, Any]]:
+    """``mixture``: each dump is asked a second time, and says that its policy routes to experts."""
     for number in numbers:
         how = drawn(family, number)
         dumped = made(how)
-        yield row(how, dumped.sequences, examine(dumped))
+        yield row(how, dumped.sequences, examine(dumped), None)
+        if mixture:
+            said = replace(dumped, settings=replace(dumped.settings, experts=True))
+            yield row(how, said.sequences, examine(said), True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -93,15 +108,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dumps", type=int, default=30, help="of each family")
     parser.add_argument("--first", type=int, default=0, help="number of the first")
     parser.add_argument("--run", default="", help="a name for these rows")
+    parser.add_argument("--experts", action="store_true", help="ask of each dump with and without saying so")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     right: dict[str, list[bool]] = {}
     for family in options.families.split(","):
-        for each in of_family(family, range(options.first, options.first + options.dumps)):
+        for each in of_family(family, range(options.first, options.first + options.dumps), options.experts):
             append(RESULTS, [{"run": options.run} | each], "cpu")
             right.setdefault(family, []).append(each["right"])
             if not each["right"]:
-                print(f"{each['model']} {'/'.join(each['formats'])} {each['seed']}: {each['headline']}", flush=True)
+                said = " that says experts" * bool(each["experts"])
+                print(
+                    f"{each['model']} {'/'.join(each['formats'])} {each['seed']}{said}: {each['headline']}", flush=True
+                )
     every = [each for own in right.values() for each in own]
     print(f"{sum(every)} of {len(every)} called healthy")
 

@@ -29,7 +29,9 @@ TUNED = ("llama", "qwen2", "mixtral", "qwen3", "qwen3-moe", "olmo2", "granite", 
          "gemma2", "phi3", "olmoe", "gpt-neox", "starcoder2")  # fmt: skip
 HELD_OUT = ("falcon", "opt", "gptj", "stablelm", "mistral", "glm", "nemotron", "exaone4", "smollm3", "granitemoe",
             "qwen2-moe", "deepseek3")  # fmt: skip
-RESERVE = ("cohere2", "helium", "persimmon", "gemma", "arcee", "seed-oss", "phimoe", "gpt-oss", "glm4-moe", "ernie-moe")
+RESERVE = ("cohere2", "helium", "persimmon", "gemma", "arcee", "seed-oss", "phimoe", "gpt-oss", "glm4-moe", "ernie-moe",
+           "flex-olmo", "hunyuan-moe", "jetmoe", "granitemoe-shared", "glm4", "olmo", "cohere", "ernie",
+           "hunyuan")  # fmt: skip
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Array = np.ndarray
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]  # (logits N,V in fp32; tokens N; their sequence's tokens N,T) -> N
@@ -86,6 +88,15 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOss", _LOCAL | {"head_dim": 16}),
     "glm4-moe": ("Glm4Moe", _ROUTED | {"head_dim": 16}),
     "ernie-moe": ("Ernie4_5_Moe", {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 64}),
+    "flex-olmo": ("FlexOlmo", _MOE | {"num_key_value_heads": 6}),
+    "hunyuan-moe": ("HunYuanMoEV1", {"num_experts": 8, "moe_topk": 2, "head_dim": 16}),
+    "jetmoe": ("JetMoe", _LOCAL | {"kv_channels": 16, "activation_function": "silu"}),
+    "granitemoe-shared": ("GraniteMoeShared", _LOCAL | {"shared_intermediate_size": 96}),
+    "glm4": ("Glm4", {"head_dim": 16}),
+    "olmo": ("Olmo", {}),
+    "cohere": ("Cohere", {}),
+    "ernie": ("Ernie4_5", {"head_dim": 16}),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 16}),
 }  # fmt: skip
 
 

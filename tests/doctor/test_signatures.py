@@ -66,11 +66,6 @@ def fading(logp: np.ndarray) -> np.ndarray:
     return 1.5 * np.sin(97 * logp) * np.exp(-np.arange(len(logp)) / 3)
 
 
-def flipped(s: Scored) -> tuple[np.ndarray, np.ndarray]:
-    hit = DRAW.random(len(s.mask)) < 0.01
-    return s.rollout_logp, moved(s.learner_logp, np.where(hit, DRAW.normal(0, 5, len(s.mask)), 0.0))
-
-
 def shuffled() -> list[Scored]:
     rows = [s.learner_logp for s in HEALTHY]
     stream = iter(rows[7:] + rows[:7])
@@ -90,7 +85,6 @@ MISTAKES: dict[str, Callable[[], list[Scored]]] = {
     "coarse_logprobs": lambda: changed(
         lambda s: (np.round(s.rollout_logp, 3), s.learner_logp), dumps.healthy(size=1e-4)
     ),
-    "experts": lambda: changed(flipped),
     "nondeterministic": lambda: changed(noisy(0.6)),
     "weights": lambda: changed(lambda s: (s.rollout_logp, moved(s.learner_logp, SHIFT[s.tokens[s.prompt_length :]]))),
     "prompt": lambda: changed(lambda s: (s.rollout_logp, moved(s.learner_logp, fading(s.rollout_logp)))),

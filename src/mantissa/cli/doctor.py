@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,6 +32,7 @@ _Out = Annotated[
 _MODEL = "Of the tokens: find causes by scoring them again. A run's own folder: its checkpoints."
 _OTHER = "Weights that one side may have had in place of these."
 _BY_LAYER = "Follow both sides, as found, through the layers."
+_EXPERTS = "The policy is a mixture of experts, where the dump does not say it."
 _ENGINE = "Ask a live server for the rollout's log-probs, with --model."
 
 
@@ -39,6 +41,7 @@ def doctor(
         Path, typer.Argument(metavar="RUN|DUMP", help="A run's folder, or log-probs another framework saved.")
     ],
     framework: _From = None,
+    experts: Annotated[bool, typer.Option("--experts", help=_EXPERTS)] = False,
     out: _Out = None,
     model: Annotated[str | None, typer.Option(help=_MODEL)] = None,
     other: Annotated[str | None, typer.Option(metavar="MODEL", help=_OTHER)] = None,
@@ -75,6 +78,8 @@ def doctor(
     from mantissa.doctor.examine import examine
 
     dump, further = reading.dump(progress), list["Block"]()
+    if experts:
+        dump = replace(dump, settings=replace(dump.settings, experts=True))
     progress("")
     for name, given in (("--engine", engine), ("--other", other), ("--by-layer", by_layer)):
         if given and model is None:

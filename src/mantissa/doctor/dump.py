@@ -40,8 +40,9 @@ class Settings:
     """How the log-probs came to be, as far as the file says; None is "it does not say".
 
     ``temperature``, ``top_k`` (0 is off), ``top_p``: of the sampling; ``renormalised``: the learner's log-probs are of
-    the tokens that those kept as well. ``logprobs_mode``: vLLM's word,
-    ``raw_logprobs`` or ``processed_logprobs``. ``rollout_format``, ``learner_format``: names of number formats.
+    the tokens that those kept as well. ``logprobs_mode``: vLLM's word, ``raw_logprobs`` or ``processed_logprobs``.
+    ``rollout_format``, ``learner_format``: names of number formats. ``experts``: whether the policy is a mixture of
+    experts.
     """
 
     temperature: float | None = None
@@ -51,6 +52,7 @@ class Settings:
     rollout_format: str | None = None
     learner_format: str | None = None
     renormalised: bool = False
+    experts: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.facts import Usual, coarser, facts, usual
 from mantissa.doctor.kinds import seen_in_a_quarter
+from mantissa.doctor.routers import BY_ROUTERS, Flights, flights, routed
 from mantissa.doctor.sample import FEWEST, Tokens, different
 from mantissa.doctor.signatures import EXACT, SHAPES, causes, findings
 from mantissa.doctor.words import titled
@@ -27,10 +28,60 @@ _FEWEST = (2 * FEWEST, 64)  # sequences and tokens, for a verdict where nothing 
 
 
 def examine(dump: Dump) -> Diagnosis:
-    """Diagnose a dump from its numbers alone."""
-    expected = usual(dump.settings)
-    evidence = Evidence.of(dump, expected.bound)
-    every = findings(evidence)
+    """Diagnose a dump from its numbers alone.
+
+    Single tokens that fly, as where routers disagree, are no fault of a mixture of experts: the others are judged. Of a
+    policy that may be a mixture or not, the answer is then not known.
+    """
+    evidence = Evidence.of(dump, usual(dump.settings).bound)
+    found = _examined(evidence)
+    named = {each.name for each in (found.fault, found.second) if each is not None}
+    if not len(evidence.clean.x) or not named <= {*BY_ROUTERS, *SHAPES, "too_large"}:
+        return found
+    flown = flights(evidence)
+    if flown is None:
+        return found
+    if not routed(dump):
+        return _perhaps_routers(found, flown) if flown.fly and named & {*BY_ROUTERS, "too_large"} else found
+    if not flown.beyond and not named:
+        return found
+    quiet = evidence.after(np.where(flown.where, np.nan, evidence.clean.d))
+    others = _examined(Evidence.of(quiet, evidence.usual), BY_ROUTERS)
+    headline = others.headline
+    if others.verdict is Verdict.HEALTHY:
+        remarks = [each for each in found.remarks if each not in others.remarks]
+        headline = _routers(others, flown, evidence.usual)
+        others = replace(others, remarks=(*others.remarks, *remarks))
+    return replace(others, headline=headline, figures=found.figures, notes=dump.notes)
+
+
+def _routers(others: Diagnosis, flown: Flights, bound: float) -> str:
+    """The first line of a healthy mixture."""
+    size = next(each.detectable for each in others.findings if each.name == "too_large")
+    throughout = f"a fault of {size:.2g} throughout" if size is not None else "a fault of most tokens"
+    most = f"{facts().mixture.beyond:.0%}"
+    return (
+        f"healthy noise: routers of the mixture of experts disagree: {flown.beyond:,} of {flown.count:,} uncertain "
+        f"tokens are beyond the usual, up to {most} are; the size of u of the others is {flown.quiet:.2g}, up to "
+        f"{bound:g} is usual; {throughout} would have been seen, and one of some sequences or places only where it moves "
+        f"more than {most} of the tokens beyond {bound:g}"
+    )
+
+
+def _perhaps_routers(found: Diagnosis, flown: Flights) -> Diagnosis:
+    headline = (
+        f"not known: routers of a mixture of experts that disagree, or a few tokens of other weights or another cache "
+        f"({flown.beyond:,} of {flown.count:,} uncertain tokens are beyond the usual, the size of u of the others is "
+        f"{flown.quiet:.2g}); say --experts if it is one"
+    )
+    return replace(found, verdict=Verdict.UNKNOWN, headline=headline, fault=None, second=None,
+                   remedies=("replay_routing", "fp32_router"))  # fmt: skip
+
+
+def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
+    """The diagnosis, in which the findings ``without`` name nothing."""
+    dump, expected = evidence.dump, usual(evidence.dump.settings)
+    every = [replace(each, found=each.found and each.name not in without) for each in findings(evidence)]
     figures = _figures(evidence.clean)
     size = next(finding for finding in every if finding.name == "too_large")
     large = [each for each in every if each.found and each.name == "too_large"]
@@ -39,6 +90,7 @@ def examine(dump: Dump) -> Diagnosis:
     # Remarks, where the whole gap is healthy; a mixture's few tokens may make it somewhat larger.
     remarks = [name for name, most in _BY_SIZE.items() if not large and figures["u_rms"] <= most * expected.bound]
     named = causes(evidence, [each for each in every if each.name not in remarks])
+    named = [each for each in named if each.name not in without]
     if named and named[0].name == "some_sequences" and shapes and shapes[0].name == "prompt":
         named = [named[0].or_else("prompt"), *named[1:]]  # a prompt's fault is of another size in each prompt
     if shapes and not named:

@@ -26,6 +26,13 @@ class Usual(_Row):
     source: str
 
 
+class Mixture(_Row):
+    """Share of uncertain tokens that a healthy mixture of experts has beyond the usual of its formats, at most."""
+
+    beyond: float
+    source: str
+
+
 class Fault(_Row):
     """A signature's words. ``remedies``: the most fitting first. ``decide``: what tells apart the causes that
     log-probs cannot, empty where there is one."""
@@ -47,6 +54,7 @@ class Facts(_Row):
     """All of the table."""
 
     usual: dict[str, Usual]
+    mixture: Mixture
     faults: dict[str, Fault]
     remedies: dict[str, Remedy]
 

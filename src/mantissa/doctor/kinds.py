@@ -72,6 +72,11 @@ def some_sequences(e: Evidence, tests: int) -> Finding:
                    rest=claimed(e, np.isin(e.clean.sequence, scales.known[bad])))  # fmt: skip
 
 
+def tokens_fly(e: Evidence) -> bool:
+    """Whether a hundredth of the tokens are far beyond the size of their own sequences, as where routers disagree."""
+    return _scales(e).flying
+
+
 def seen_in_a_quarter(e: Evidence, tests: int) -> float | None:
     """The size of u that a quarter of the sequences must have for ``some_sequences`` to find them in 19 of 20 draws.
 

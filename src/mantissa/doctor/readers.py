@@ -487,6 +487,7 @@ def checked(path: Path, settings: Settings) -> Settings:
         "top_p": number(settings.top_p or 0.0, 0.0, 1.0),
         "top_k": number(settings.top_k or 0, -1, 2**31, whole=True),
         "renormalised": isinstance(settings.renormalised, bool),
+        "experts": isinstance(settings.experts, bool | None),
         **{name: getattr(settings, name) is None or isinstance(getattr(settings, name), str)
            for name in ("logprobs_mode", "rollout_format", "learner_format")},
     }  # fmt: skip

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from mantissa.base.errors import MantissaError
+from mantissa.base.readers.json import read_json
 from mantissa.doctor.dump import Dump, Scored, Settings
+from mantissa.doctor.routers import routes
 from mantissa.runs.directory import RunDirectory
 
 _ENOUGH = 200_000  # tokens: the newest steps are read until there are so many
@@ -67,6 +69,7 @@ def _settings(run: RunDirectory, rollout: Any) -> Settings:
         top_p=rollout.get("top_p", 1.0),
         renormalised=True,
         logprobs_mode="processed_logprobs",
+        experts=routes(read_json(shape)) if (shape := run.policy_path / "config.json").is_file() else None,
         **formats,
     )
 

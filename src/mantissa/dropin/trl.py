@@ -24,6 +24,7 @@ from typing import Any, Literal
 from mantissa.base.errors import MantissaError
 from mantissa.doctor.gate import Gate
 from mantissa.doctor.record import ScoredBatch, write_batch
+from mantissa.doctor.routers import routes
 
 _FORMATS = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
@@ -71,7 +72,9 @@ def gate(trainer: Any, *, every: int = 25, on_fault: Literal["warn", "stop"] = "
             control.should_training_stop = control.should_training_stop or stop
 
     def look(batch: ScoredBatch) -> None:
-        given = {name: batch.settings.get(name) for name in ("temperature", "rollout_format", "learner_format")}
+        given = {
+            name: batch.settings.get(name) for name in ("temperature", "rollout_format", "learner_format", "experts")
+        }
         version = batch.settings.get("rollout_version")
         made.check(trainer.state.global_step, batch.prompts, *_tables(batch), rollout_version=version, **given)
 
@@ -136,7 +139,8 @@ def _batch(trainer: Any, output: Any, sampled: _Sampled) -> ScoredBatch:
     learner = _scored(trainer, output) if learner is None else learner
     rows = zip(output["prompt_ids"], output["prompt_mask"], strict=True)
     settings = {"framework": "trl", "temperature": temperature, "top_p": args.top_p, "top_k": args.top_k or 0,
-                "rollout_version": version, "learner_version": step, **_formats(trainer)}  # fmt: skip
+                "rollout_version": version, "learner_version": step,
+                "experts": routes(getattr(trainer.model, "config", None)), **_formats(trainer)}  # fmt: skip
     mask = output["completion_mask"] * output.get("tool_mask", 1)
     return ScoredBatch([row[real.bool()].tolist() for row, real in rows], ids, mask, rollout, learner, settings)
 

@@ -10,6 +10,7 @@ import torch
 
 from mantissa.base.errors import MantissaError
 from mantissa.doctor.dump import Dump
+from mantissa.doctor.routers import routes
 from mantissa.doctor.sides import Weights
 from mantissa.doctor.substitution import adapter_versions, plain_policy
 from mantissa.model import Decoder, Tokenizer, policy_weights, trained_parameters
@@ -107,6 +108,8 @@ def _weights_like(model: Decoder, path: str) -> Weights:
 
 def open_for_doctor(path: str, dump: Dump, other: str | None, device: torch.device) -> Diagnosed:
     """By what ``--model`` names: the dump's own run, whose checkpoints are looked at, or any model."""
-    if dump.run is not None and Path(path).resolve() == dump.run.resolve():
-        return open_run(dump, other, device)
-    return open_model(path, dump, other, device)
+    own = dump.run is not None and Path(path).resolve() == dump.run.resolve()
+    opened = open_run(dump, other, device) if own else open_model(path, dump, other, device)
+    if not routes(opened.model.config):
+        return opened
+    return replace(opened, dump=replace(opened.dump, settings=replace(opened.dump.settings, experts=True)))

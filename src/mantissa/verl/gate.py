@@ -23,8 +23,10 @@ from typing import Any
 from torch import Tensor
 
 from mantissa.base.errors import MantissaError
+from mantissa.base.readers.json import read_json
 from mantissa.doctor.diagnosis import Verdict
 from mantissa.doctor.gate import Gate
+from mantissa.doctor.routers import routes
 from mantissa.verl.refusals import get
 
 KEY = "trainer.gate"
@@ -56,6 +58,7 @@ class TrainerGate:
         self.ahead = get(config, "trainer.v1.trainer_mode", "sync") != "sync"
         self.folder = Path(config.trainer.default_local_dir) / "doctor"
         self.formats = _formats(config.actor_rollout_ref)
+        self.experts = _experts(str(config.actor_rollout_ref.model.path))
         self.lines: list[str] = []
         self.looked = 0
         self.gate = Gate(every, "stop" if on_fault == "stop" else "warn", framework="verl", say=self._say)
@@ -86,6 +89,7 @@ class TrainerGate:
             *tables,
             temperature=float(self.rollout.temperature),
             **self.formats,
+            experts=self.experts,
             rollout_version=[batch.tags[row].get("min_global_steps") for row in rows],
             learner_version=step - 1,  # verl numbers weights by the step after which they were sent
         )
@@ -130,6 +134,12 @@ class TrainerGate:
         padded = [data[name] for name in ("responses", "response_mask", "rollout_log_probs", learner)]
         tables = [each.to_padded_tensor(0.0) if each.is_nested else each for each in padded]
         return [prompts[row].tolist() for row in rows], [table[rows] for table in tables]
+
+
+def _experts(path: str) -> bool | None:
+    """Whether the model of a folder is a mixture of experts, by its config.json; None where it cannot be read here."""
+    file = Path(path) / "config.json"
+    return routes(read_json(file)) if file.is_file() else None
 
 
 def _formats(section: Any) -> dict[str, str]:

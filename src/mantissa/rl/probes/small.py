@@ -9,6 +9,7 @@ import numpy as np
 from mantissa.base.errors import MantissaError
 from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.examine import examine as diagnose
+from mantissa.doctor.routers import routes
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.experience import Experience
 from mantissa.rl.learner import Learner
@@ -70,6 +71,7 @@ class Diagnose(Probe):
             renormalised=True,
             rollout_format=precision.rollout,
             learner_format=precision.train,
+            experts=routes(learner.model.config),
         )
 
     def due(self, step: int) -> bool:
