@@ -117,10 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             append(RESULTS, [{"run": options.run} | each], "cpu")
             right.setdefault(family, []).append(each["right"])
             if not each["right"]:
-                said = " that says experts" * bool(each["experts"])
-                print(
-                    f"{each['model']} {'/'.join(each['formats'])} {each['seed']}{said}: {each['headline']}", flush=True
-                )
+                model = each["model"] + " that says experts" * bool(each["experts"])
+                print(f"{model} {'/'.join(each['formats'])} {each['seed']}: {each['headline']}", flush=True)
     every = [each for own in right.values() for each in own]
     print(f"{sum(every)} of {len(every)} called healthy")
 

@@ -43,7 +43,7 @@ def examine(dump: Dump) -> Diagnosis:
         return found
     if not routed(dump):
         return _perhaps_routers(found, flown) if flown.fly and named & {*BY_ROUTERS, "too_large"} else found
-    if not flown.beyond and not named:
+    if not named and not flown.fly:
         return found
     quiet = evidence.after(np.where(flown.where, np.nan, evidence.clean.d))
     others = _examined(Evidence.of(quiet, evidence.usual), BY_ROUTERS)
@@ -63,8 +63,8 @@ def _routers(others: Diagnosis, flown: Flights, bound: float) -> str:
     return (
         f"healthy noise: routers of the mixture of experts disagree: {flown.beyond:,} of {flown.count:,} uncertain "
         f"tokens are beyond the usual, up to {most} are; the size of u of the others is {flown.quiet:.2g}, up to "
-        f"{bound:g} is usual; {throughout} would have been seen, and one of some sequences or places only where it moves "
-        f"more than {most} of the tokens beyond {bound:g}"
+        f"{bound:g} is usual; {throughout} would have been seen, and one of some sequences or places only where it "
+        f"moves more than {most} of the tokens beyond {bound:g}"
     )
 
 

@@ -21,7 +21,7 @@ from mantissa.doctor.sample import Array
 
 BY_ROUTERS = ("experts", "some_sequences", "position", "prompt", "onset", "nondeterministic")  # not told from flights
 _THROUGHOUT = 0.5  # of a sequence's tokens beyond the usual: it differs throughout
-_INNER = 0.4  # of the tokens beyond are neither first nor last: routers know no places
+_AT_A_PLACE = 0.25  # of the first, or of the last tokens beyond the usual: that is of the place
 _KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -38,21 +38,23 @@ class Flights:
 
 
 def flights(e: Evidence) -> Flights | None:
-    """The tokens beyond the usual; None where they are more than a mixture has, at the ends of responses, or most of
-    the tokens of the sequences that they are in: that is no routers' work."""
-    t = e.clean.telling
-    beyond = np.abs(t.u) > e.usual
-    where = np.abs(e.clean.u) > e.usual
-    if not len(beyond) or beyond.mean() > facts().mixture.beyond:
+    """The tokens beyond the usual; None where they are more than a mixture has, or most of the tokens of the sequences
+    that they are in. First or last tokens are none of them where many are beyond: routers know no places."""
+    t, beyond = e.clean.telling, np.abs(e.clean.u) > e.usual
+    if not len(t.u):
         return None
-    if beyond.any():
-        own = np.bincount(t.sequence, weights=beyond) / np.maximum(np.bincount(t.sequence), 1)
-        inner = ((t.position > 0) & (t.left > 0))[beyond]
-        if float(np.median(own[t.sequence[beyond]])) > _THROUGHOUT or inner.mean() <= _INNER:
-            return None
+    for at in (e.clean.position == 0, e.clean.left == 0):
+        if beyond[at & e.telling].sum() > _AT_A_PLACE * (at & e.telling).sum():
+            beyond &= ~at
+    some = beyond[e.telling]
+    if some.mean() > facts().mixture.beyond:
+        return None
+    own = np.bincount(t.sequence, weights=some) / np.maximum(np.bincount(t.sequence), 1)
+    if some.any() and float(np.median(own[t.sequence[some]])) > _THROUGHOUT:
+        return None
     square = t.u**2
-    rule = float(square[np.abs(t.u) > 4 * e.usual].sum()) > 0.5 * float(square.sum())
-    return Flights(int(beyond.sum()), len(beyond), t.where(~beyond).size, rule or tokens_fly(e), where)
+    rule = float(square[some & (np.abs(t.u) > 4 * e.usual)].sum()) > 0.5 * float(square.sum())
+    return Flights(int(some.sum()), len(some), t.where(~some).size, rule or tokens_fly(e), beyond)
 
 
 def routed(dump: Dump) -> bool:

@@ -14,6 +14,8 @@ def first_line(found: Diagnosis) -> str:
     f = found.figures
     if found.decided:
         return f"Something is wrong: {found.decided}."
+    if found.verdict is Verdict.HEALTHY and "routers of the mixture" in found.headline:
+        return "Healthy: the two sides differ by rounding, and at a few tokens by experts that their routers chose."
     if found.verdict is Verdict.HEALTHY:
         return (
             "Healthy: the two sides differ by rounding alone." if f["abs_d_max"] else "Healthy: both sides are equal."
