@@ -205,7 +205,7 @@ def test_every_recipe_that_runs_anywhere_is_tried() -> None:
     those of a pretrained model, whose step takes longer than a run here, nor two policies, which are in test_waltz."""
     tried = {path.stem for path in RECIPES.glob("*.yaml")} - {"math500", "long", "smollm2", "short"}
     tried -= {"waltz", "waltz-smollm2"}
-    assert MARGINS.keys() == tried
+    assert MARGINS.keys() - VARIANTS.keys() == tried
 
 
 def completions(recipe: str, folder: Path, *overrides: str) -> tuple[Row, list[Row]]:

@@ -91,12 +91,12 @@ def parse_pair(name: str) -> Pair:
             "rollout": sampler.rollout,
             "kernels": "exact" if exact else "fast",
         }
-        for name, formats_of in (("fp8", {"fp8"}), ("quantized", set(SCHEMES))):
+        for section, formats_of in (("fp8", {"fp8"}), ("quantized", set(SCHEMES))):
             found = ((learner, learner.train), (sampler, sampler.rollout))
-            sections = [getattr(side, name) for side, used in found if used in formats_of]
+            sections = [getattr(side, section) for side, used in found if used in formats_of]
             if len(set(map(repr, sections))) > 1:
                 raise MantissaError("one side has it in all layers and the other in some; choose one for both")
-            sides |= {name: sections[0]} if sections else {}
+            sides |= {section: sections[0]} if sections else {}
         policy = PrecisionPolicy(**sides)
         return policy, Emulation.parse(words) if words and not exact else None
     except MantissaError as error:
