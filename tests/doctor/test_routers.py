@@ -135,6 +135,7 @@ def test_the_gate_takes_the_fact_and_verls_reads_it_from_the_models_folder(tmp_p
         assert not watch.stop
     from mantissa.verl.gate import _experts
 
+    assert _experts(None) is None
     assert _experts(str(tmp_path)) is None
     (tmp_path / "config.json").write_text('{"num_experts": 8}')
     assert _experts(str(tmp_path)) is True

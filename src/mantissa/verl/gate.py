@@ -58,7 +58,7 @@ class TrainerGate:
         self.ahead = get(config, "trainer.v1.trainer_mode", "sync") != "sync"
         self.folder = Path(config.trainer.default_local_dir) / "doctor"
         self.formats = _formats(config.actor_rollout_ref)
-        self.experts = _experts(str(config.actor_rollout_ref.model.path))
+        self.experts = _experts(get(config, "actor_rollout_ref.model.path"))
         self.lines: list[str] = []
         self.looked = 0
         self.gate = Gate(every, "stop" if on_fault == "stop" else "warn", framework="verl", say=self._say)
@@ -136,8 +136,10 @@ class TrainerGate:
         return [prompts[row].tolist() for row in rows], [table[rows] for table in tables]
 
 
-def _experts(path: str) -> bool | None:
+def _experts(path: str | None) -> bool | None:
     """Whether the model of a folder is a mixture of experts, by its config.json; None where it cannot be read here."""
+    if not path:
+        return None
     file = Path(path) / "config.json"
     return routes(read_json(file)) if file.is_file() else None
 
