@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -197,10 +198,27 @@ def test_a_machine_is_measured_once(monkeypatch: pytest.MonkeyPatch, kept: Path)
     assert not list(kept.glob(".*.tmp"))
 
 
-def test_without_a_cache_folder_each_process_measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("root", ["file", "relative", "no home"])
+def test_where_nothing_can_be_kept_the_ways_do_not_vary(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, root: str
+) -> None:
+    """Times do, from process to process, and with the ways the bits of what they multiply."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert [measured_once(monkeypatch, ratio).ratio for ratio in (0.5, 0.7)] == [0.5, 0.7]
+    if root == "no home":
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file") if root == "file" else "cache")
+    plain = CpuProducts(0.6).ways
+    timed = {name: tuple("o" * len(row) for row in rows) for name, rows in plain.items()}
+    found = []
+    for ratio in (0.5, 0.7):
+        monkeypatch.setattr(cpu, "measured", lambda ratio=ratio: CpuProducts(ratio, ways=timed))
+        found.append(REAL_PRODUCTS.__wrapped__())
+    assert [each.ratio for each in found] == [0.5, 0.7]
+    assert [dict(each.ways) for each in found] == [dict(plain)] * 2
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(

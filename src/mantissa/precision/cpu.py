@@ -24,8 +24,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -200,31 +200,38 @@ def switched(on: bool = True) -> Iterator[None]:
 def products() -> CpuProducts:
     """What was measured on this machine: from the user's cache folder, or measured now and put there.
 
-    Of several processes that measure at once the first one's is kept, so that all have the same.
+    Of several processes that measure at once the first one's is kept, so that all have the same. Where nothing can be
+    kept, the ways are those that hold on any machine: a process that goes on with another's work has the same.
     """
     about = {"cpu": cpu_model(), "capability": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__}
     about |= {
         name: value for name, value in sorted(os.environ.items()) if name.startswith(("ONEDNN_", "DNNL_", "MKL_"))
     }
     key = json.dumps({**about, "oneDNN": torch.backends.mkldnn.is_available()}, sort_keys=True)
-    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    root = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))  # "~" where there is no home
     path = root / "mantissa" / f"products-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-    if (found := _read(path, key)) is not None:
-        return found
-    found, beside = measured(), path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    if path.is_absolute() and (kept := _read(path, key)) is not None:
+        return kept
+    found = measured()
+    if path.is_absolute():
+        with suppress(OSError):  # a folder that cannot be written to
+            return _keep(path, key, found)
+    return replace(found, ways=_unmeasured()) if torch.backends.mkldnn.is_available() else found
+
+
+def _keep(path: Path, key: str, found: CpuProducts) -> CpuProducts:
+    """Write the file and return what it then holds: of another process, where that was first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    beside.write_text(json.dumps({"key": key, "products": found.record()}))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps({"key": key, "products": found.record()}))
-        try:
-            os.link(beside, path)  # which fails where another process was first
-        except FileExistsError:
-            if (first := _read(path, key)) is not None:
-                return first
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
-    except OSError:
-        pass  # a folder that cannot be written to: measured again by the next process
+        os.link(beside, path)  # which fails where another process was first
+    except FileExistsError:
+        if (first := _read(path, key)) is not None:
+            return first
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
     return found
 
 
