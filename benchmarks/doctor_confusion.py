@@ -77,7 +77,8 @@ def judge(
         if elsewhere:  # what it compares is there in the faulty dump alone
             reach = [effect_of(each, name)[1:] for each in trials(dumped, settings, 3, draw)]
         within |= all(each is None or effect >= each for each, _ in reach)
-    return row | {"right": sum(given.count(name) for name in fault.names), "within": within}
+    right = [*fault.names, *(["unknown"] if fault.undecided else [])]
+    return row | {"right": sum(map(given.count, right)), "within": within}
 
 
 def prompts_of(tokenizer: object, chat: bool, count: int) -> list[list[int]]:

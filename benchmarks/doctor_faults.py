@@ -332,7 +332,8 @@ def _flips(pool: Pool, share: float, draw: Draw) -> Dumped:
 
 @dataclass(frozen=True)
 class Fault:
-    """A kind of mistake: ``names``, any of which is right for it, and how it is made at a strength.
+    """A kind of mistake: ``names``, any of which is right for it, and how it is made at a strength. ``undecided``: the
+    numbers cannot tell it from what is no mistake, and saying so is right too.
 
     ``rolls``: it needs samples of its own, which a large model takes minutes for.
     """
@@ -341,6 +342,7 @@ class Fault:
     strengths: tuple[float, ...]
     make: Callable[[Pool, float, Draw], Dumped]
     rolls: bool = False
+    undecided: bool = False
 
     @property
     def arrays(self) -> bool:
@@ -389,5 +391,5 @@ FAULTS: dict[str, Fault] = {
     "rotary table in fp8": Fault(_LARGE, (0.0,), _rotary_in_fp8),
     "dropout left on": Fault(("nondeterministic",), (0.1, 0.3),
                              lambda p, s, d: _scored(p, kernels=faulty(p.bench.fmt, dropout=s))),
-    "routers that disagree": Fault(("experts",), (0.003, 0.01), _flips),
+    "routers that disagree": Fault(("experts",), (0.003, 0.01), _flips, undecided=True),
 }  # fmt: skip

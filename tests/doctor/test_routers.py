@@ -45,6 +45,7 @@ def test_a_mixture_that_says_so_is_healthy_and_no_fault_where_it_does_not(share:
         said = asked(flown(share, seed=seed), True)
         assert said.verdict is Verdict.HEALTHY, said.headline
         assert "routers of the mixture of experts disagree" in said.headline
+        assert said.routers
         assert "throughout would have been seen" in said.headline
         assert "routers" in first_line(said)
         unsaid = asked(flown(share, seed=seed), None)

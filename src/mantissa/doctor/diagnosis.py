@@ -77,7 +77,8 @@ class Diagnosis:
     """``fault``: the finding that explains the others, None unless the verdict is ``FAULT``. ``headline``: first line.
 
     ``second``: another fault, in what the first does not explain. ``remarks``: habits that explain little.
-    ``decided``: the cause that a model decided for, which log-probs alone left open.
+    ``decided``: the cause that a model decided for, which log-probs alone left open. ``routers``: of a healthy mixture
+    of experts, that its routers disagree.
     ``figures``: of the gap, by name (``runs.metrics``' words). ``unknown``: sentences on what could not be tested.
     """
 
@@ -94,6 +95,7 @@ class Diagnosis:
     second: Finding | None = None
     remarks: tuple[str, ...] = ()
     decided: str = ""
+    routers: bool = False
 
 
 class DoctorConfig(Config):

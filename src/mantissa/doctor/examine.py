@@ -51,7 +51,7 @@ def examine(dump: Dump) -> Diagnosis:
     if others.verdict is Verdict.HEALTHY:
         remarks = [each for each in found.remarks if each not in others.remarks]
         headline = _routers(others, flown, evidence.usual)
-        others = replace(others, remarks=(*others.remarks, *remarks))
+        others = replace(others, remarks=(*others.remarks, *remarks), routers=True)
     return replace(others, headline=headline, figures=found.figures, notes=dump.notes)
 
 

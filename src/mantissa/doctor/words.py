@@ -14,7 +14,7 @@ def first_line(found: Diagnosis) -> str:
     f = found.figures
     if found.decided:
         return f"Something is wrong: {found.decided}."
-    if found.verdict is Verdict.HEALTHY and "routers of the mixture" in found.headline:
+    if found.routers:
         return "Healthy: the two sides differ by rounding, and at a few tokens by experts that their routers chose."
     if found.verdict is Verdict.HEALTHY:
         return (
