@@ -241,8 +241,11 @@ def test_a_job_that_fails_is_one_error_with_its_log(tmp_path: Path, monkeypatch:
     """The program in verl's place says something and dies."""
     made = rehearsed(tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
-    program = "print('ValueError: it cannot'); raise SystemExit(3)"
+    program = "import tempfile; print(f'ValueError: it cannot write {tempfile.mkdtemp()}'); raise SystemExit(3)"
     monkeypatch.setattr(Plan, "arguments", property(lambda self: ["python3", "-c", program]))
-    with pytest.raises(RankError, match=r"the job failed: ValueError: it cannot; its log: .*job\.log"):
+    with pytest.raises(RankError, match=r"the job failed: ValueError: it cannot write .*; its log: .*job\.log") as said:
         run_local(made, print, isolated=False)
+    left = Path(str(said.value).partition("write ")[2].partition(";")[0])
+    assert left.is_relative_to("/tmp")
+    assert not left.exists()  # what the job left in the temporary folder went with it
     assert (tmp_path / "inputs" / "model" / "config.json").exists()

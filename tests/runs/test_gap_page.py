@@ -126,3 +126,13 @@ def test_the_page_is_whole_and_shows_what_is_hostile_as_it_is(tmp_path: Path) ->
     page.assert_self_contained(document)
     assert not page.tags & {"img", "b", "script"}
     assert_snapshot(Path(__file__).parent / "snapshots" / "gap.txt", page.outline)
+
+
+def test_pairs_of_one_format_share_a_colour_and_differ_in_dashes() -> None:
+    names = ("fp32+serving", "fp16+serving", "bf16+serving", "fp8", "bf16/fp8", "exact", "fp32", "fp16", "bf16")
+    rows = [completion([-1.0] * 3, [gap] * 3, name) for name in names for gap in (0.1, 0.2)]
+    curve = over_position(rows)[0]
+    looks = dict(zip(dict(curve.legend), zip(dict(curve.legend).values(), curve.dashes, strict=True), strict=True))
+    assert len(set(looks.values())) == len(looks) == 9
+    assert looks["fp16"][0] == looks["fp16+serving"][0] != looks["bf16"][0]
+    assert looks["fp16"][1] == () != looks["fp16+serving"][1]
