@@ -92,6 +92,16 @@ def test_what_truncation_left_out_is_nobodys(support: int | None) -> None:
     assert float(gradient[:, left_out].abs().max()) == 0
 
 
+@pytest.mark.parametrize("support", [None, 4, V - 1])
+def test_what_the_teacher_never_says_costs_without_end(support: int | None) -> None:
+    """And is not left out, by which the sum would fall below 0."""
+    student, teacher = logits(6), logits(7)
+    teacher[0, 3:] = -torch.inf
+    found = reverse_kl(student, teacher, 1.0, support)
+    assert float(found[0]) == math.inf
+    assert bool(found[1:].isfinite().all())
+
+
 def test_the_loss_is_a_sum_over_tokens_and_shows_what_is_not_finite() -> None:
     mask = torch.tensor([[True, True, False], [True, False, False]])
     divergence = torch.tensor(

@@ -22,7 +22,8 @@ def reverse_kl(logits_nV: Tensor, teacher_nV: Tensor, temperature: float, suppor
     """``KL(policy || teacher)`` of the next token after each of n prefixes, in nats; n, never below 0.
 
     ``logits_nV``, ``teacher_nV``: fp32 or float64, of which the first alone receives a gradient; both are divided by
-    ``temperature``. Where the policy's are -inf (a support of truncated sampling) neither side has a probability.
+    ``temperature``. Where the policy's are -inf (a support of truncated sampling) neither side has a probability. inf
+    where the teacher gives none to what the policy may say.
     ``support``: tell only the teacher's so many most probable tokens apart, and take the rest as one event:
 
         sum_{v in S} p_v log(p_v / t_v) + P log(P / T),     P, T: the mass outside of S
@@ -36,8 +37,8 @@ def reverse_kl(logits_nV: Tensor, teacher_nV: Tensor, temperature: float, suppor
     if support is not None and support < log_t.shape[-1]:
         top_nS = log_t.topk(support, -1).indices
         log_t, log_p = (_coarse(log_x, top_nS) for log_x in (log_t, log_p))
-    known = log_t > -torch.inf
-    return (log_p.exp() * torch.where(known, log_p - log_t, 0.0)).sum(-1)
+    possible = log_p > -torch.inf
+    return (log_p.exp() * torch.where(possible, log_p - log_t, 0.0)).sum(-1)
 
 
 def _coarse(log_nV: Tensor, top_nS: Tensor) -> Tensor:
