@@ -7,18 +7,8 @@ A dump is of a model of its own (``doctor_strangers.py``; its weights, its promp
 anew): a decode loop with a cache in one format, and whole sequences scored in the same or in another. Interval: the
 bootstrap's over families. Rows go to results/doctor_held_out.jsonl.
 
-Expected before any dump of a held-out family was diagnosed: at least 99% are called healthy, in every family 95%.
-
-    python benchmarks/doctor_many.py --run fifth --dumps 10 --experts \
-        --families glm4-moe,flex-olmo,hunyuan-moe,jetmoe,granitemoe-shared
-    python benchmarks/doctor_many.py --run fifth --dumps 4 --families glm4,olmo,cohere,ernie,hunyuan
-    python benchmarks/doctor_held_out.py --run fifth --models glm4-moe@2:bf16,flex-olmo+text:fp16 --experts
-
-Mixtures of experts (``--experts``) are asked twice, with a dump that says so (``experts``) and one that does not.
-Expected of the fifth run before any dump of its families was diagnosed: mixtures that say so are called healthy in at
-least 95%; none is called a fault where it does not say so; dense ones are all called healthy; of the faults of a
-mixture that says so none is called healthy that is twice as large as its healthy size and that the line says it would
-see.
+Mixtures of experts are asked twice, with a dump that says so (``experts``) and one that does not. What is expected of
+them is in ``doctor_held_out.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from doctor_strangers import HELD_OUT, TUNED, Family, dump, plain, roll, scores
+from doctor_strangers import HELD_OUT, MIXTURES, TUNED, Family, dump, plain, roll, scores
 from rows import append
 
 from mantissa.doctor.diagnosis import Diagnosis
@@ -40,7 +30,8 @@ from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.examine import examine
 
 RESULTS = "doctor_held_out.jsonl"
-_FORMATS = (("bf16", "bf16"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("bf16", "fp32"), ("fp16", "fp32"))
+_FORMATS = (("bf16", "bf16"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("bf16", "fp32"), ("fp16", "fp32"),
+            ("fp32", "bf16"), ("fp16", "bf16"))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,12 +99,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dumps", type=int, default=30, help="of each family")
     parser.add_argument("--first", type=int, default=0, help="number of the first")
     parser.add_argument("--run", default="", help="a name for these rows")
-    parser.add_argument("--experts", action="store_true", help="ask of each dump with and without saying so")
+    parser.add_argument("--experts", action="store_true", help="with and without saying so (of those held out anyway)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     right: dict[str, list[bool]] = {}
     for family in options.families.split(","):
-        for each in of_family(family, range(options.first, options.first + options.dumps), options.experts):
+        for each in of_family(family, range(options.first, options.first + options.dumps),
+                              options.experts or family in MIXTURES):  # fmt: skip
             append(RESULTS, [{"run": options.run} | each], "cpu")
             right.setdefault(family, []).append(each["right"])
             if not each["right"]:

@@ -241,22 +241,24 @@ class Case:
     temperature: float = 1.0
 
 
-def cases(family: Family, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[Case]:
-    """The healthy dump, then every mistake that this family can have."""
-    rolled = roll(family)
+def cases(
+    family: Family, wanted: Callable[[str], bool] = lambda name: True, learner: Family | None = None
+) -> Iterator[Case]:
+    """The healthy dump, then every mistake that this family can have. ``learner``: the same model in another format."""
+    rolled, scoring = roll(family), learner or family
     # A model in bf16 has its logits in bf16 on both sides.
     possible = {name: head for name, (_, head) in HEADS.items() if (family.format, name) != ("bf16", "logits in bf16")}
-    by_head = scores(family, rolled, {"": plain, **{name: head for name, head in possible.items() if wanted(name)}})
+    by_head = scores(scoring, rolled, {"": plain, **{name: head for name, head in possible.items() if wanted(name)}})
     healthy = by_head.pop("")
     yield Case("healthy", (), dump(rolled, healthy))
-    for name, learner in by_head.items():
-        sequences = dump(rolled, learner)
+    for name, logps in by_head.items():
+        sequences = dump(rolled, logps)
         yield Case(name, HEADS[name][0], _missing(sequences) if "infinite" in name else _finite(sequences))
-    for name, right, made in (*_forwards(family, rolled, healthy), *_arrays(family, rolled, healthy),
-                              *_pairs(family, rolled, healthy)):  # fmt: skip
+    for name, right, made in (*_forwards(scoring, rolled, healthy), *_arrays(scoring, rolled, healthy),
+                              *_pairs(scoring, rolled, healthy)):  # fmt: skip
         if wanted(name):
             yield Case(name, right, made())
-    for name, right, made, temperature in _sampled(family):
+    for name, right, made, temperature in _sampled(family, scoring):
         if wanted(name):
             yield Case(name, right, made(), temperature)
 
@@ -417,11 +419,11 @@ def _pairs(family: Family, rolled: Rolled, healthy: list[Array]) -> Iterator[tup
     yield "a page lost from one token on, and the end token otherwise", ("onset+end_token", "end_token+onset"), lost
 
 
-def _sampled(family: Family) -> Iterator[tuple[str, Any, Any, float]]:
+def _sampled(family: Family, scoring: Family) -> Iterator[tuple[str, Any, Any, float]]:
     """Those whose samples are themselves of another law, or whose decoding differs."""
 
     def learner(rolled: Rolled, temperature: float) -> list[Array]:
-        return scores(family, rolled, {"": lambda z, t, b: plain(z / temperature, t, b)})[""]
+        return scores(scoring, rolled, {"": lambda z, t, b: plain(z / temperature, t, b)})[""]
 
     def of(t: float, scored: float, **how: Any) -> Callable[[], list[Scored]]:
         def made() -> list[Scored]:

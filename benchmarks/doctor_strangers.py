@@ -7,8 +7,7 @@ prompts; the learner scores whole right-padded sequences: so a healthy gap is th
 The mistakes are in ``doctor_mistakes.py``.
 
 ``TUNED``: families on which thresholds may be chosen, and which have been looked at. ``HELD_OUT``: those on which
-nobody may look before an expectation is committed; ``RESERVE``: those that a mended doctor may be asked about. The
-doctor does not import this module, which a test holds.
+nobody may look before an expectation is committed. The doctor does not import this module, which a test holds.
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ from torch import Tensor
 from mantissa.doctor.dump import Scored
 
 TUNED = ("llama", "qwen2", "mixtral", "qwen3", "qwen3-moe", "olmo2", "granite",  # and, held out before, now looked at:
-         "gemma2", "phi3", "olmoe", "gpt-neox", "starcoder2")  # fmt: skip
-HELD_OUT = ("falcon", "opt", "gptj", "stablelm", "mistral", "glm", "nemotron", "exaone4", "smollm3", "granitemoe",
-            "qwen2-moe", "deepseek3")  # fmt: skip
-RESERVE = ("cohere2", "helium", "persimmon", "gemma", "arcee", "seed-oss", "phimoe", "gpt-oss", "glm4-moe", "ernie-moe",
-           "flex-olmo", "hunyuan-moe", "jetmoe", "granitemoe-shared", "glm4", "olmo", "cohere", "ernie",
-           "hunyuan")  # fmt: skip
+         "gemma2", "phi3", "olmoe", "gpt-neox", "starcoder2", "falcon", "opt", "gptj", "stablelm", "mistral", "glm",
+         "nemotron", "exaone4", "smollm3", "granitemoe", "qwen2-moe", "deepseek3", "cohere2", "helium", "persimmon",
+         "gemma", "arcee", "seed-oss", "phimoe", "gpt-oss", "glm4-moe", "ernie-moe", "flex-olmo", "hunyuan-moe",
+         "jetmoe", "granitemoe-shared", "glm4", "olmo", "cohere", "ernie", "hunyuan")  # fmt: skip
+MIXTURES = ("minimax-m2", "exaone-moe", "afmoe", "laguna", "solar-open", "hyv3", "aria", "mellum")
+HELD_OUT = ("phi", "apertus", "olmo3", "doge", "gpt-bigcode", "jais2", "nanochat", "ministral3", "cwm", "diffllama",
+            "hyperclovax", "bitnet", "ministral", "granite-swa", "mpt", "bloom", *MIXTURES)  # fmt: skip
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Array = np.ndarray
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]  # (logits N,V in fp32; tokens N; their sequence's tokens N,T) -> N
@@ -97,6 +97,30 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {}),
     "ernie": ("Ernie4_5", {"head_dim": 16}),
     "hunyuan": ("HunYuanDenseV1", {"head_dim": 16}),
+    "phi": ("Phi", {"num_key_value_heads": 6}),
+    "apertus": ("Apertus", {}),
+    "olmo3": ("Olmo3", {"num_key_value_heads": 6}),
+    "doge": ("Doge", {}),
+    "gpt-bigcode": ("GPTBigCode", {"n_positions": 512}),
+    "jais2": ("Jais2", {}),
+    "nanochat": ("NanoChat", {}),
+    "ministral3": ("Ministral3", {"head_dim": 16}),
+    "cwm": ("Cwm", {"head_dim": 16}),
+    "diffllama": ("DiffLlama", {}),
+    "hyperclovax": ("HyperCLOVAX", {}),
+    "bitnet": ("BitNet", {}),
+    "ministral": ("Ministral", {"head_dim": 16}),
+    "granite-swa": ("GraniteSWA", {}),
+    "mpt": ("Mpt", {"n_heads": 6, "n_layers": 3, "d_model": 96}),
+    "bloom": ("Bloom", {}),
+    "minimax-m2": ("MiniMaxM2", _LOCAL | {"head_dim": 16, "rotary_dim": 8}),
+    "exaone-moe": ("ExaoneMoe", _MOE | {"n_group": 1, "topk_group": 1}),
+    "afmoe": ("Afmoe", _MOE | {"head_dim": 16}),
+    "laguna": ("Laguna", _MOE | {"head_dim": 16}),
+    "solar-open": ("SolarOpen", _ROUTED | {"head_dim": 16}),
+    "hyv3": ("HYV3", _MOE | {"head_dim": 16}),
+    "aria": ("AriaText", {"moe_num_experts": 8, "moe_topk": 2}),
+    "mellum": ("Mellum", _MOE | {"head_dim": 16}),
 }  # fmt: skip
 
 

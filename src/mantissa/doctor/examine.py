@@ -14,7 +14,7 @@ from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.facts import Usual, coarser, facts, usual
 from mantissa.doctor.kinds import seen_in_a_quarter
-from mantissa.doctor.routers import BY_ROUTERS, Flights, flights, routed
+from mantissa.doctor.routers import BY_ROUTERS, Flights, flights, may_be, routed
 from mantissa.doctor.sample import FEWEST, Tokens, different
 from mantissa.doctor.signatures import EXACT, SHAPES, causes, findings
 from mantissa.doctor.words import titled
@@ -35,14 +35,20 @@ def examine(dump: Dump) -> Diagnosis:
     """
     evidence = Evidence.of(dump, usual(dump.settings).bound)
     found = _examined(evidence)
-    named = {each.name for each in (found.fault, found.second) if each is not None}
+    faults = [each for each in (found.fault, found.second) if each is not None]
+    named = {each.name for each in faults}
     if not len(evidence.clean.x) or not named <= {*BY_ROUTERS, *SHAPES, "too_large"}:
         return found
     flown = flights(evidence)
     if flown is None:
         return found
-    if not routed(dump):
-        return _perhaps_routers(found, flown) if flown.fly and named & {*BY_ROUTERS, "too_large"} else found
+    said = routed(dump)
+    if not flown.few:
+        unlike = said and dump.settings.rollout_format != dump.settings.learner_format
+        perhaps = may_be(flown, faults) and (flown.within or unlike) and (said or flown.fly)
+        return _perhaps_routers(found, flown, said) if perhaps else found
+    if not said:
+        return _perhaps_routers(found, flown, said) if flown.fly and named & {*BY_ROUTERS, "too_large"} else found
     if not named and not flown.fly:
         return found
     quiet = evidence.after(np.where(flown.where, np.nan, evidence.clean.d))
@@ -59,20 +65,24 @@ def _routers(others: Diagnosis, flown: Flights, bound: float) -> str:
     """The first line of a healthy mixture."""
     size = next(each.detectable for each in others.findings if each.name == "too_large")
     throughout = f"a fault of {size:.2g} throughout" if size is not None else "a fault of most tokens"
-    most = f"{facts().mixture.beyond:.0%}"
+    most = f"{flown.most:.0%}"
     return (
         f"healthy noise: routers of the mixture of experts disagree: {flown.beyond:,} of {flown.count:,} uncertain "
         f"tokens are beyond the usual, up to {most} are; the size of u of the others is {flown.quiet:.2g}, up to "
-        f"{bound:g} is usual; {throughout} would have been seen, and one of some sequences or places only where it "
-        f"moves more than {most} of the tokens beyond {bound:g}"
+        f"{bound:.2g} is usual; {throughout} would have been seen, and one of some sequences or places only where it "
+        f"moves more than {most} of the tokens beyond {bound:.2g}"
     )
 
 
-def _perhaps_routers(found: Diagnosis, flown: Flights) -> Diagnosis:
+def _perhaps_routers(found: Diagnosis, flown: Flights, said: bool) -> Diagnosis:
+    """``said``: the dump says that it is of a mixture."""
+    tokens = f"{flown.beyond:,} of {flown.count:,} uncertain tokens are beyond the usual"
+    decide = "say --experts if it is one"
+    if said:
+        decide = "to decide, score again in the rollout's format or with the rollout's experts, or give --model"
     headline = (
-        f"not known: routers of a mixture of experts that disagree, or a few tokens of other weights or another cache "
-        f"({flown.beyond:,} of {flown.count:,} uncertain tokens are beyond the usual, the size of u of the others is "
-        f"{flown.quiet:.2g}); say --experts if it is one"
+        f"not known: routers of a mixture of experts that disagree, or {'a few' if flown.few else 'many'} tokens of "
+        f"other weights or another cache ({tokens}, the size of u of the others is {flown.quiet:.2g}); {decide}"
     )
     return replace(found, verdict=Verdict.UNKNOWN, headline=headline, fault=None, second=None,
                    remedies=("replay_routing", "fp32_router"))  # fmt: skip
@@ -95,6 +105,8 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
         named = [named[0].or_else("prompt"), *named[1:]]  # a prompt's fault is of another size in each prompt
     if shapes and not named:
         named = [shapes[0] if len(shapes) == 1 else shapes[0].or_else(shapes[1].name)]
+        if named[0].name == "weights" and not _repeats(every):
+            named = [named[0].or_else(*named[0].also, "nondeterministic")]
     table, fault = facts().faults, named[0] if named else None
     if fault is not None:
         verdict, headline = Verdict.FAULT, _named(named)
@@ -119,6 +131,13 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
     )  # fmt: skip
 
 
+def _repeats(every: Sequence[Finding]) -> bool:
+    """Whether the same token in the same context was seen to have the same difference. Where it was not, dropout is as
+    likely as other weights: what it does to a token through all that is no sum has a mean, which prompts share."""
+    again = next(each for each in every if each.name == "nondeterministic")
+    return again.tested and not again.found and again.effect < 0.3
+
+
 def _named(named: Sequence[Finding]) -> str:
     """The first line: what is wrong, how much of the gap it explains, and a second fault where there is one."""
     parts = []
@@ -139,7 +158,7 @@ def _not_known(figures: dict[str, Any], every: Sequence[Finding], expected: Usua
         most = f"the most that one cause explains is {best.share:.0%} ({facts().faults[best.name].title})"
     return (
         f"not known: d of {figures['d_rms']:.2g} nats is no rounding (size of u {figures['u_rms']:.2g}, up to "
-        f"{expected.bound:g} is usual), and {most}"
+        f"{expected.bound:.2g} is usual), and {most}"
     )
 
 
@@ -198,7 +217,7 @@ def _healthy(figures: dict[str, Any], e: Evidence, expected: Usual, size: Findin
     named = f"for {formats}" if formats else "for bf16 (the dump names no format)"
     quarter = seen_in_a_quarter(e, tests)
     seen = f"{size.detectable:.2g} throughout" + (f" or {quarter:.2g} in a quarter of the sequences" if quarter else "")
-    usually = f"up to {expected.bound:g} is usual {named}"
+    usually = f"up to {expected.bound:.2g} is usual {named}"
     what = f"size of u {figures['u_rms']:.2g}"
     if figures["u_rms"] > expected.bound:
         t = e.clean.telling

@@ -73,5 +73,11 @@ def coarser(settings: Settings) -> str | None:
 
 
 def usual(settings: Settings) -> Usual:
-    """What is usual in a dump's formats; bf16's where it names none, for most train and serve in it."""
-    return facts().usual[coarser(settings) or "bf16"]
+    """What is usual in a dump's formats; bf16's where it names none, for most train and serve in it.
+
+    It is measured at temperature 1. Logits over a temperature below it have their errors over it too.
+    """
+    found, t = facts().usual[coarser(settings) or "bf16"], settings.temperature
+    if t is None or not 0 < t < 1:
+        return found
+    return found.model_copy(update={"size": found.size / t, "bound": found.bound / t})

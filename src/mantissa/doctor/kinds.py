@@ -62,14 +62,15 @@ def some_sequences(e: Evidence, tests: int) -> Finding:
     rest = e.clean.telling.where(np.isin(e.clean.telling.sequence, scales.known[~bad]))
     throughout = float((scales.halves[:, bad] > middle).all(0).mean()) if bad.any() else 0.0
     times = float(np.exp(np.clip(kinds.apart[0], 0, 50)))
+    number, prompts = _by_number(scales.known, bad, len(e.dump.sequences)), _by_prompt(e, scales.known, bad)
     said = (f"{int(bad.sum())} of {len(bad)} sequences differ throughout, {times:.3g} times as much as the others, "
-            f"whose size of u is {rest.size:.2g}{_which(e, scales.known, bad)}")  # fmt: skip
+            f"whose size of u is {rest.size:.2g}{number or prompts}")  # fmt: skip
     large = e.clean.telling.where(np.isin(e.clean.telling.sequence, scales.known[bad])).size
     holds = bool(kinds.matter[0]) and bad.sum() >= 3 and throughout > 0.5
     holds = holds and rest.size <= e.usual and large > _MATTERS * e.usual
     p = min(1.0, 2 * float(np.exp(-kinds.gain[0]))) if holds else 1.0
     return Finding("some_sequences", True, p, float(bad.mean()), "of sequences", FEWEST / len(bad), said,
-                   rest=claimed(e, np.isin(e.clean.sequence, scales.known[bad])))  # fmt: skip
+                   by_number=bool(number), rest=claimed(e, np.isin(e.clean.sequence, scales.known[bad])))  # fmt: skip
 
 
 def tokens_fly(e: Evidence) -> bool:
@@ -177,16 +178,21 @@ def _one(s_BK: Array, variance_K: Array, flying: bool) -> Array:
     return best
 
 
-def _which(e: Evidence, known: Array, bad: Array) -> str:
-    """Which sequences these are, where their numbers, their prompts or their versions say it."""
+def _by_number(known: Array, bad: Array, sequences: int) -> str:
+    """Which sequences these are, where their numbers say it."""
     hit = known[bad]
     for ranks in (2, 3, 4, 8, 16):
         for rank in range(ranks):
             own = known % ranks == rank
             if own.sum() >= 3 and bad[own].mean() > 0.85 and bad[~own].mean() < 0.1:
                 return f"; they are every {ranks}th, from number {rank} on: one rank or engine of {ranks}"
-    if len(hit) >= 4 and (hit[-1] - hit[0] + 1) * 0.9 <= len(hit) / max(1e-9, len(known) / len(e.dump.sequences)):
+    if len(hit) >= 4 and (hit[-1] - hit[0] + 1) * 0.9 <= len(hit) / max(1e-9, len(known) / sequences):
         return f"; they are numbers {hit[0]} to {hit[-1]}: one engine's or rank's share"
+    return ""
+
+
+def _by_prompt(e: Evidence, known: Array, bad: Array) -> str:
+    """Whether their prompts say it."""
     groups = [e.dump.sequences[number].group for number in known]
     if None not in groups:
         ids = np.unique(np.array(groups), return_inverse=True)[1]

@@ -1,18 +1,28 @@
 """Mixtures of experts: where the two sides' routers disagree, single tokens fly, and no fault is in it.
 
 A token that passes other experts moves by as much as experts differ, in whatever format, and what follows it in its
-sequence a little. So a healthy mixture has no size of its own: most tokens are within the usual of the formats, a few
-are anywhere beyond it (``facts.yaml``, ``mixture``), and sequences with such a token are of another scale.
+sequence a little. So a healthy mixture has no size of its own: most tokens are within the usual of the formats, others
+are anywhere beyond it, and sequences with such a token are of another scale.
+
+**How many fly.** Two experts change places where the router's logits are nearer to one another than its input's error.
+That happens in proportion to the error, and the error shows in the tokens that stay: it is as large in the router's
+logits as in the head's. So the share that flies may grow with the size of the quiet half, median |u| over the usual
+bound, from what mixtures in one format have at the most (``facts.yaml``, ``mixture``; most roundings of the two sides
+are then the same) up to the third of tokens that a normal of the usual size itself has beyond it. A half beside fp32
+has several times the error of two halves by one library, and so several times the flights.
+
+What is beyond that share is not known: no number of flights is impossible, and as many tokens may be of other weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.facts import facts
@@ -20,41 +30,62 @@ from mantissa.doctor.kinds import tokens_fly
 from mantissa.doctor.sample import Array
 
 BY_ROUTERS = ("experts", "some_sequences", "position", "prompt", "onset", "nondeterministic")  # not told from flights
+_BY_MANY = (
+    "experts",
+    "some_sequences",
+    "position",
+    "nondeterministic",
+    "too_large",
+)  # nor from many: they know no place
 _THROUGHOUT = 0.5  # of a sequence's tokens beyond the usual: it differs throughout
-_AT_A_PLACE = 0.25  # of the first, or of the last tokens beyond the usual: that is of the place
+_AT_A_PLACE = 0.25  # so much more of the first, or of the last tokens beyond the usual than of others: it is the place
+_MEDIAN = 0.6745  # of |x|, and _AT_THE_USUAL the share of |x| above 1, of a standard normal x
+_AT_THE_USUAL = 0.3173
 _KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
 class Flights:
     """Uncertain tokens beyond the usual: ``beyond`` of ``count``. ``quiet``: the size of u of the others. ``fly``:
-    whether a few tokens rule the gap, as where routers disagree. ``where``: bool [N] of all compared tokens."""
+    whether a few tokens rule the gap, as where routers disagree. ``where``: bool [N] of all compared tokens. ``most``:
+    the share that a healthy mixture has at the most. ``few``: no more fly, and they are not most of the tokens of the
+    sequences that they are in. ``within``: whether half of the tokens are as near as those of a usual gap."""
 
     beyond: int
     count: int
     quiet: float
     fly: bool
     where: Array
+    most: float
+    few: bool
+    within: bool
 
 
 def flights(e: Evidence) -> Flights | None:
-    """The tokens beyond the usual; None where they are more than a mixture has, or most of the tokens of the sequences
-    that they are in. First or last tokens are none of them where many are beyond: routers know no places."""
+    """The tokens beyond the usual; None where all are certain. First or last tokens are none of them where many are
+    beyond: routers know no places."""
     t, beyond = e.clean.telling, np.abs(e.clean.u) > e.usual
     if not len(t.u):
         return None
     for at in (e.clean.position == 0, e.clean.left == 0):
-        if beyond[at & e.telling].sum() > _AT_A_PLACE * (at & e.telling).sum():
+        here, others = at & e.telling, ~at & e.telling
+        if here.any() and beyond[here].mean() > _AT_A_PLACE + (beyond[others].mean() if others.any() else 0.0):
             beyond &= ~at
     some = beyond[e.telling]
-    if some.mean() > facts().mixture.beyond:
-        return None
+    half = float(np.median(np.abs(t.u))) / e.usual
+    most = min(max(half, facts().mixture.beyond), _AT_THE_USUAL)
     own = np.bincount(t.sequence, weights=some) / np.maximum(np.bincount(t.sequence), 1)
-    if some.any() and float(np.median(own[t.sequence[some]])) > _THROUGHOUT:
-        return None
+    few = bool(some.mean() <= most) and not (some.any() and float(np.median(own[t.sequence[some]])) > _THROUGHOUT)
     square = t.u**2
     rule = float(square[some & (np.abs(t.u) > 4 * e.usual)].sum()) > 0.5 * float(square.sum())
-    return Flights(int(some.sum()), len(some), t.where(~some).size, rule or tokens_fly(e), beyond)
+    counts = int(some.sum()), len(some), t.where(~some).size
+    return Flights(*counts, rule or tokens_fly(e), beyond, most, few, half <= _MEDIAN)
+
+
+def may_be(flown: Flights, found: Sequence[Finding]) -> bool:
+    """Whether routers may have made what was found, more flights than a mixture is known to have. They know nothing of
+    a sequence's number: where those of one rank or one block differ, it is something else."""
+    return bool(found) and all(each.name in _BY_MANY and not each.by_number for each in found)
 
 
 def routed(dump: Dump) -> bool:
