@@ -91,13 +91,9 @@ def _habits(fmt: str) -> str:
 
 
 def held_out(benchmark: str = "doctor_held_out") -> list[dict[str, object]]:
-    """The third held-out run's first row of each dump: later ones may have been looked at."""
-    first: dict[tuple[object, ...], dict[str, object]] = {}
-    for row in rows("doctor_held_out"):
-        if row["benchmark"] == benchmark and row["run"] == "third" and row["held_out"]:
-            keys = ("family", "model", "format", "kind", "side", "seed")
-            first.setdefault(tuple(str(row.get(key)) for key in keys), row)
-    return list(first.values())
+    """The sixth held-out run's rows. SmolLM2 is in none of them: the usual sizes are its own."""
+    run = {"run": "sixth", "benchmark": benchmark}
+    return [row for row in select("doctor_held_out", run) if row["held_out"] and row["family"] != "smollm2"]
 
 
 def _told(*outcomes: str) -> str:
@@ -145,21 +141,24 @@ def _named() -> str:
     return _told("right")
 
 
-def _healthy() -> str:
-    """The held-out dumps without a fault, and how many are called so."""
-    healthy = [row["outcome"] == "right" for row in held_out() if not row["right"]]
-    healthy += [bool(row["right"]) for row in held_out("doctor_many")]
-    return f"{sum(healthy)} of {len(healthy)}"
+def healthy(experts: bool, says: bool = True, formats: int | None = None) -> list[str]:
+    """Verdicts on the held-out dumps without a fault: of mixtures of ``experts``, which say so or do not, or of others;
+    of the two sides in so many ``formats``."""
+    every = [*(row for row in held_out() if not row["right"]), *held_out("doctor_many")]
+    mixtures = {row["family"] for row in every if row["experts"]}
+    own = [
+        row for row in every if (row["family"] in mixtures) == experts and bool(row["experts"]) == (experts and says)
+    ]
+    return [str(row["verdict"]) for row in own if formats in (None, _formats(row))]
 
 
-_EXPERTS = ("phimoe", "gpt-oss", "ernie-moe", "glm4-moe")
+def _formats(row: Any) -> int:
+    return len(set(row["formats"] if "formats" in row else row["format"].split("/")))
 
 
-def _mended(experts: bool) -> str:
-    """Healthy dumps of yet other families, asked about after the mending, and how many were called so."""
-    asked = [row for row in rows("doctor_held_out") if row["benchmark"] == "doctor_many" and row["run"] == "fourth"]
-    own = [bool(row["right"]) for row in asked if (row["family"] in _EXPERTS) == experts]
-    return f"{sum(own)} of {len(own)}"
+def _healthy(experts: bool, says: bool = True) -> str:
+    given = healthy(experts, says)
+    return f"{given.count('healthy noise')} of {len(given)}"
 
 
 def _grows(fmt: str) -> str:
@@ -271,9 +270,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "habits-fp16": lambda: _habits("fp16"),
     "doctor-right": lambda: _told("right", "undecided", "half"),
     "doctor-named": _named,
-    "doctor-healthy": _healthy,
-    "doctor-mended-dense": lambda: _mended(False),
-    "doctor-mended-experts": lambda: _mended(True),
+    "doctor-healthy": lambda: _healthy(False),
+    "doctor-healthy-experts": lambda: _healthy(True),
+    "doctor-healthy-unsaid": lambda: _healthy(True, False),
     "cut-fp32-bf16": lambda: _cut("fp32-bf16"),
     "grows-fp16-vllm": lambda: _grows("fp16-vllm"),
     "grows-bf16-vllm": lambda: _grows("bf16-vllm"),

@@ -358,32 +358,38 @@ _OUTCOMES = {"right": (BLUE, "named rightly"), "half": (SKY, "half of a double f
 
 
 def doctor() -> Data:
+    """Family -> outcome -> dumps; those without experts first, each kind by what is named."""
     counts: dict[str, dict[str, int]] = {}
     for row in held_out():
         if row["right"] and row["outcome"] != "too small":
-            of_family = counts.setdefault(str(row["family"]), dict.fromkeys(_OUTCOMES, 0))
+            name = f"{row['family']}{', experts' if row['experts'] else ''}"
+            of_family = counts.setdefault(name, dict.fromkeys(_OUTCOMES, 0))
             of_family[str(row["outcome"])] += 1
-    return counts
+
+    def place(name: str) -> tuple[bool, float]:
+        return name.endswith("experts"), -counts[name]["right"] / sum(counts[name].values())
+
+    return {name: counts[name] for name in sorted(counts, key=place)}
 
 
 def draw_doctor(data: Data) -> Figure:
-    figure, (axis,) = _new(height=2.4)
-    left = [0.0] * len(data)
+    figure, (axis,) = _new(height=1.2 + 0.24 * len(data))
+    left, places = [0.0] * len(data), range(len(data), 0, -1)
     for outcome, (colour, label) in _OUTCOMES.items():
         if not any(counts[outcome] for counts in data.values()):
             continue
         shares = [counts[outcome] / sum(counts.values()) for counts in data.values()]
-        axis.barh(range(len(data)), [100 * s for s in shares], left=left, color=colour, label=label, height=0.6)
+        axis.barh(places, [100 * s for s in shares], left=left, color=colour, label=label, height=0.7)
         left = [a + 100 * s for a, s in zip(left, shares, strict=True)]
-    names = [f"{family} ({sum(counts.values())} dumps)" for family, counts in data.items()]
-    axis.set_yticks(range(len(data)), names)
+    axis.set_yticks(places, [f"{family} ({sum(counts.values())})" for family, counts in data.items()])
     axis.set(
-        xlim=(40, 100),
+        xlim=(0, 100),
+        ylim=(0.4, len(data) + 0.6),
         xlabel="% of dumps with a fault large enough to be seen",
-        title="families held out from all thresholds",
+        title="families held out from all thresholds (dumps)",
     )
     axis.grid(axis="y", visible=False)
-    axis.legend(loc="upper center", ncol=4, bbox_to_anchor=(0.4, -0.3))
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncol=3)
     return figure
 
 

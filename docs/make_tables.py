@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tables_doctor
 import tables_trainer
 import tables_verl
 from measured import Row
@@ -385,152 +385,6 @@ def commands() -> str:
     return table(("to", "command", "what it does"), lines)
 
 
-# doctor.md
-
-
-def doctor_signatures() -> str:
-    """The signatures' names and meanings, in their order."""
-    from mantissa.doctor.facts import facts
-    from mantissa.doctor.signatures import SIGNATURES
-
-    faults = facts().faults
-    return table(
-        ["signature", "the answer", "what it means"],
-        [[f"`{name}`", faults[name].title, faults[name].means] for name in SIGNATURES],
-    )
-
-
-def doctor_usual() -> str:
-    """The healthy size of each format."""
-    from mantissa.doctor.facts import facts
-
-    rows = [[name, f"{u.size:g}", f"{u.bound:g}", u.source] for name, u in facts().usual.items()]
-    return table(["format", "size of u", "too large beyond", "source"], rows)
-
-
-def _held_out(benchmark: str = "doctor_held_out") -> list[Row]:
-    """The third run's first row of each held-out dump: later ones may have been looked at."""
-    keys, rows = ("family", "model", "format", "kind", "side", "seed"), dict[tuple[Any, ...], Row]()
-    for row in _rows("doctor_held_out"):
-        if row.get("run") == "third" and row["benchmark"] == benchmark and row["held_out"]:
-            rows.setdefault(tuple(str(row.get(key)) for key in keys), row)
-    return list(rows.values())
-
-
-def _outcomes(rows: Sequence[Row]) -> list[str]:
-    """Counts: named right, undecided or half, said, wrong, too small; and healthy ones called so."""
-    faults = [row["outcome"] for row in rows if row["right"]]
-    healthy = [row["outcome"] for row in rows if not row["right"]]
-    kinds = (["right"], ["half", "undecided"], ["said"], ["wrong"], ["too small"])
-    return [
-        *(str(sum(each in kind for each in faults)) for kind in kinds),
-        f"{healthy.count('right')} of {len(healthy)}",
-    ]
-
-
-def doctor_summary() -> str:
-    """Shares over the held-out families with the bootstrap's intervals over families, and what had been expected."""
-    sys.path.insert(0, str(DOCS.parent / "benchmarks"))
-    from doctor_held_out import summary
-
-    expected = {"named right": ">= 75%", "right or undecided": ">= 95%", "wrong": "<= 1%", "strictly wrong": "<= 6%",
-                "healthy called healthy": ">= 99%"}  # fmt: skip
-    many = [{"family": row["family"], "right": [], "outcome": "right" if row["right"] else "wrong"}
-            for row in _held_out("doctor_many")]  # fmt: skip
-    found = summary([*_held_out(), *many])
-    lines = [[name, f"{value:.1%}", f"{low:.1%}..{high:.1%}", expected[name]]
-             for name, (value, low, high) in found.items()]  # fmt: skip
-    return table(["", "share", "over families", "expected"], lines)
-
-
-def doctor_families() -> str:
-    """By held-out family: what became of the mistakes and of the healthy dumps."""
-    rows, many, lines = _held_out(), _held_out("doctor_many"), []
-    for family in sorted({row["family"] for row in (*rows, *many)}):
-        own = [row for row in rows if row["family"] == family]
-        healthy = [row["right"] for row in many if row["family"] == family]
-        cells = _outcomes(own)[:-1] if own else [""] * 5
-        right = sum(row["outcome"] == "right" for row in own if not row["right"]) + sum(healthy)
-        count = sum(not row["right"] for row in own) + len(healthy)
-        lines.append([f"`{family}`", *cells, f"{right} of {count}"])
-    names = ["family", "right", "undecided, or half", "said", "wrong", "too small", "healthy called so"]
-    return table(names, lines)
-
-
-def doctor_held_out() -> str:
-    """Of the held-out families: kinds that were once called wrong or not right in two of three, and what they were
-    called."""
-    rows, lines = _held_out(), []
-    kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    odd = []
-    for kind in kinds:
-        of = [row["outcome"] for row in rows if row["kind"] == kind]
-        if "wrong" in of or of.count("right") < 2 / 3 * len(of):
-            odd.append(kind)
-    for kind in odd:
-        own, called = [row for row in rows if row["kind"] == kind], dict[str, int]()
-        for row in own:
-            healthy, fault = row["verdict"] == "healthy noise", row["verdict"] == "a fault"
-            name = " or ".join(row["named"]) if fault else "healthy" if healthy else "not known"
-            called[name] = called.get(name, 0) + 1
-        told = ", ".join(f"{name} {count}" for name, count in sorted(called.items(), key=lambda item: -item[1]))
-        lines.append([kind, told, str(sum(row["outcome"] == "wrong" for row in own))])
-    rest = [row["outcome"] for row in rows if row["kind"] not in odd]
-    others = f"the {len(kinds) - len(odd)} other kinds"
-    return table(["put in", "called", "wrong"], [*lines, [others, f"right {rest.count('right')} of {len(rest)}", "0"]])
-
-
-def doctor_partial() -> str:
-    """How often a quarter of the sequences is found, by how much larger they are; models with experts apart."""
-    cells: dict[tuple[str, int, int], dict[tuple[str, float], list[Row]]] = {}
-    for row in _held_out_power():
-        if abs(row["times"] / row["asked"] - 1) > 0.25:
-            continue  # this model could not be made so much noisier and no more
-        kind = "with experts" if "moe" in row["family"] else "without"
-        of = cells.setdefault((kind, row["sequences"], row["tokens"]), {})
-        of.setdefault((row["kind"], row["asked"]), []).append(row)
-    asked = [("", 1.0), ("noisier", 1.5), ("noisier", 2.0), ("adapter", 2.0), ("noisier", 3.0)]
-    lines = []
-    for (experts, sequences, tokens), own in sorted(cells.items(), reverse=True):
-        line = [experts, f"{sequences} x {tokens}"]
-        for key in asked:
-            found = own.get(key, [])
-            line.append(f"{sum(r['found'] for r in found)} of {sum(r['trials'] for r in found)}" if found else "")
-        lines.append(line)
-    names = ["experts", "sequences x tokens", "not larger", "about 1.5x", "about 2x", "2x, an adapter", "about 3x"]
-    return table(names, lines)
-
-
-def _held_out_power() -> list[Row]:
-    """The third run's first row of each model, size and factor."""
-    keys, rows = ("model", "format", "kind", "asked", "sequences", "tokens"), dict[tuple[Any, ...], Row]()
-    for row in _rows("doctor_held_out"):
-        if row["benchmark"] == "doctor_power" and row["run"] == "third":
-            rows.setdefault(tuple(row[key] for key in keys), row)
-    return list(rows.values())
-
-
-def doctor_healthy() -> str:
-    """Healthy gaps by other programs, their learner in each format: how many dumps and halves were called healthy."""
-    rows: dict[tuple[Any, ...], Row] = {}
-    for row in _rows("doctor_healthy"):
-        rows[tuple(row[name] for name in ("program", "model", "format", "learner", "seed"))] = row
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows.values():
-        groups.setdefault((f"{row['program']} {row['version']}".strip(), row["format"]), []).append(row)
-    lines = []
-    for (program, name), each in sorted(groups.items()):
-        sizes = [row["u_rms"] for row in each]
-        learners = ", ".join(dict.fromkeys(row["learner"] for row in each))
-        whole = [row["verdict"] for row in each]
-        halves, right, open_ = (sum(row[key] for row in each) for key in ("trials", "right", "undecided"))
-        lines.append([program, ", ".join(sorted({row["model"] for row in each})), name, learners,
-                      f"{min(sizes):.2g} to {max(sizes):.2g}", f"{whole.count('healthy noise')} of {len(whole)}",
-                      f"{right} of {halves}", f"{open_}", f"{halves - right - open_}"])  # fmt: skip
-    return table(["program", "model", "rollout", "learner", "size of u", "dumps healthy", "halves healthy",
-                  "halves not known", "halves wrong"], lines)  # fmt: skip
-
-
 # evolution.md, worldmodel.md
 
 
@@ -564,6 +418,7 @@ def profiles() -> str:
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    **tables_doctor.TABLES,
     **tables_trainer.TABLES,
     **tables_verl.TABLES,
     "guide.md": {
@@ -574,15 +429,6 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "exactness.md": {"exact_cost": exact_cost},
     "bench.md": {"bench_options": lambda: command_options("bench")},
     "gap.md": {"gap_options": lambda: command_options("gap"), "figures": gap_figures, "measured": measured_gap},
-    "doctor.md": {
-        "doctor_signatures": doctor_signatures,
-        "doctor_usual": doctor_usual,
-        "doctor_summary": doctor_summary,
-        "doctor_families": doctor_families,
-        "doctor_held_out": doctor_held_out,
-        "doctor_partial": doctor_partial,
-        "doctor_healthy": doctor_healthy,
-    },
     "precision.md": {
         "native_bf16": native_bf16,
         "native_beside": native_beside,

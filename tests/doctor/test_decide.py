@@ -38,13 +38,15 @@ def model(family: doctor_strangers.Family, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def made(family: doctor_strangers.Family) -> dict[str, Any]:
-    wanted = set(DECIDED) | set(AT_FAULT) | {DRAWN}
+    wanted = set(DECIDED) | set(AT_FAULT) | {DRAWN, *OLDER}
     return {case.name: case for case in doctor_mistakes.cases(family, wanted.__contains__)}
 
 
-def headline(sequences: list[Scored], model: Decoder, versions: dict[str, Weights] | None = None) -> str:
+def headline(sequences: list[Scored], model: Decoder, versions: dict[str, Weights] | None = None,
+             said: list[str] | None = None) -> str:  # fmt: skip
     dump = Dump("plain", Path("blind"), sequences, Settings(1.0, rollout_format="fp32", learner_format="fp32"))
-    found = consult(dump, examine(dump), model, versions or {}).diagnosis
+    say = (lambda line: None) if said is None else said.append
+    found = consult(dump, examine(dump), model, versions or {}, say=say).diagnosis
     assert not found.decided or first_line(found) == f"Something is wrong: {found.decided}."
     assert not found.decided or found.decided in found.headline or "is not this model" in found.decided
     return found.headline
@@ -79,14 +81,31 @@ def test_where_no_cause_is_known_the_side_at_fault_is(name: str, made: dict[str,
     assert AT_FAULT[name] in said, said
 
 
-def test_the_other_weights_are_named_where_they_are_given(made: dict[str, Any], model: Decoder) -> None:
+OLDER = {
+    "weights not synced": doctor_mistakes.noisier(0.15),
+    "stale by one update": lambda name, w: w + 1e-3 * doctor_mistakes._normal(name, w.shape).sign(),
+}
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_the_other_weights_are_named_where_they_are_given(name: str, made: dict[str, Any], model: Decoder) -> None:
     family = doctor_strangers.Family("llama", "fp32", prompts=16, samples=2, length=24)
-    change = doctor_mistakes.noisier(0.15)
-    changed = ((name, change(name, p.detach())) for name, p in family.model.named_parameters())
-    other = {name: w for name, w in changed if w is not None}
-    versions = {"older": {**{name: p.detach() for name, p in model.named_parameters()}, **other}}
-    said = headline(made["weights not synced"].sequences, model, versions)
-    assert "weights of older in the learner makes 100%" in said, said
+    changed = ((each, OLDER[name](each, p.detach())) for each, p in family.model.named_parameters())
+    other = {each: w for each, w in changed if w is not None}
+    versions = {"older": {**{each: p.detach() for each, p in model.named_parameters()}, **other}}
+    for rows, side in ((made[name].sequences, "learner"), (doctor_strangers.swapped(made[name].sequences), "rollout")):
+        lines: list[str] = []
+        said = headline(rows, model, versions, lines)
+        assert f"weights of older in the {side} makes 100%" in said, said
+        assert sum("scoring" in line for line in lines) == 2, lines  # as declared, and with these weights
+
+
+def test_a_first_token_that_one_side_has_twice(family: Any, model: Decoder) -> None:
+    rolled = doctor_strangers.roll(family)
+    twice = [prompt[:1] + prompt for prompt in rolled.prompts]
+    learner = doctor_strangers.scores(family, rolled, {"": doctor_strangers.plain}, prompts=twice)[""]
+    said = headline(doctor_strangers.dump(rolled, learner), model)
+    assert "the prompt with its first token twice in the learner" in said, said
 
 
 def test_a_soft_cap_or_a_temperature(made: dict[str, Any], family: Any, model: Decoder) -> None:

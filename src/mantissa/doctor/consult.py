@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mantissa.doctor.decide import SEQUENCES as SOME
-from mantissa.doctor.decide import comes_back, cut_samples, decided, disputed, fewer, is_open, sure
+from mantissa.doctor.decide import comes_back, cut_samples, decided, disputed, fewer, is_open, sure, until_given_back
 from mantissa.doctor.diagnosis import Diagnosis, Verdict
 from mantissa.doctor.dump import Dump, Scored
 from mantissa.doctor.layers import ByLayer, by_layer, layers_plot
@@ -43,12 +43,13 @@ def consult(
     say: Callable[[str], None] = lambda line: None,
 ) -> Consultation:
     """Score the dump under every hypothesis, and where asked follow both sides through the layers."""
-    useful, is_disputed = evenly_spaced(dump.sequences, len(dump.sequences)), is_open(diagnosis)
-    few = fewer(useful) if is_disputed and len(useful) > SOME else []
+    useful, fault = evenly_spaced(dump.sequences, len(dump.sequences)), diagnosis.fault
+    disputed_of = fault.name if fault is not None and is_open(diagnosis) else ""
+    few = fewer(useful) if (disputed_of or versions) and len(useful) > SOME else []
     whole = evenly_spaced(useful, sequences)
-    scores, found, base = _substituted(few or whole, model, versions, dump, say, is_disputed)
+    scores, found, base = _substituted(few or whole, model, versions, dump, say, disputed_of)
     if few and (found is None or not sure(found)):
-        scores, found, base = _substituted(whole, model, versions, dump, say, is_disputed)
+        scores, found, base = _substituted(whole, model, versions, dump, say, disputed_of)
     diagnosis = _of_samples(diagnosis, scores, base[1])
     if found is None:
         said = f"causes were not looked for: d is below {_NOTHING:g} nats"
@@ -69,14 +70,19 @@ def _substituted(
     versions: Mapping[str, Weights],
     dump: Dump,
     say: Callable[[str], None],
-    is_disputed: bool,
+    disputed_of: str,
 ) -> tuple[Scores, Substitution | None, tuple[Side, Side]]:
-    """What these sequences are scored with, the causes (None where there is no gap), and both sides as declared."""
+    """What these sequences are scored with, the causes (None where there is no gap), and both sides as declared.
+
+    ``disputed_of``: the fault of which log-probs leave several causes, empty where there is none.
+    """
     scores = Scores(model, sequences, versions, say)
     base = declared(scores, dump.settings)
     if float(np.sqrt(np.square(scores.d).mean())) < _NOTHING:
         return scores, None, base
-    tried = hypotheses(scores, *base, dump.settings) + (disputed(*base) if is_disputed else [])
+    tried = hypotheses(scores, *base, dump.settings) + (disputed(*base) if disputed_of else [])
+    if disputed_of or versions:
+        tried = until_given_back(scores, base, tried, disputed_of, dump.settings)
     return scores, substitute(scores, base, tried, say), base
 
 

@@ -35,6 +35,13 @@ _KINDS = {"without its first token": "prompt", "with its first token twice": "pr
           "without its first half": "prompt", "padded on the left without a mask": "padding"}  # fmt: skip
 _MOVED = (-3, -2, -1, 1, 2, 3)
 _THETAS = {"100 times as large": 100.0, "10 times as large": 10.0, "a tenth": 0.1, "a hundredth": 0.01}
+_GIVEN_BACK = 0.1  # of the squared error that the declared side leaves of the saved log-probs
+# What a hypothesis changes. What needs no forward comes before all, and of a fault what is likeliest.
+_HEADS = ("temperature", "cap", "kept", "top_k", "logits")
+_ORDER = ("prompt", "moved", "theta", "cache", "format", "habits")
+_FIRST = {"prompt": ("prompt", "moved", "theta"), "first_token": ("prompt", "moved"), "padding": ("prompt", "moved"),
+          "onset": ("moved", "prompt", "cache"), "position": ("theta", "cache", "moved"),
+          "too_large": ("theta", "cache", "format"), "soft_cap": ("cap",)}  # fmt: skip
 _OTHERS = "its weights, adapter or head are not this model's"
 _CAPS = (10.0, 15.0, 20.0, 30.0, 50.0)
 
@@ -83,6 +90,26 @@ def comes_back(scores: Scores, base: tuple[Side, Side], settings: Settings) -> C
     best: Which = min(named, key=lambda name: left[name])
     other = next(name for name in named if name != best)
     return Comes(best if left[best] <= usual and left[other] > 3 * left[best] else None, left)
+
+
+def until_given_back(
+    scores: Scores, base: tuple[Side, Side], tried: Sequence[Hypothesis], fault: str, settings: Settings
+) -> list[Hypothesis]:
+    """Those of ``tried`` that were scored until one gave its side's saved log-probs back; the likeliest of ``fault``
+    come first, and before them other weights: who gives some asks about them. Where one side comes back as declared,
+    only the other is asked about."""
+    sides: dict[Which, Side] = {"learner": base[0], "rollout": base[1]}
+    under = [(each, each.applied(sides[each.which])) for each in tried]
+    scores.all([*base, *(side for each, side in under if side.forward == sides[each.which].forward)])
+    came, first = comes_back(scores, base, settings).which, (*_HEADS, "weights", *_FIRST.get(fault, ()), *_ORDER)
+    left = [pair for pair in under if came is None or pair[0].which != came]
+    left.sort(key=lambda pair: min(first.index(name) for name in pair[0].change if name in first))
+    for number, (each, side) in enumerate(left, start=1):
+        saved, now, then = getattr(scores, each.which), scores(sides[each.which]), scores(side)
+        before, after = (np.where(np.isfinite(own), saved - own, saved) for own in (now, then))
+        if np.square(after).sum() < _GIVEN_BACK * np.square(before).sum():
+            return [each for each, _ in left[:number]]
+    return [each for each, _ in left]
 
 
 def cut_samples(scores: Scores, side: Side) -> float | None:

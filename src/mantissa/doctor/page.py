@@ -75,7 +75,7 @@ def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens, with_model: Sequen
         block("verdict", level=_LEVELS[diagnosis.verdict], headline=diagnosis.headline, lines=lines),
         block("cards", cards=[
             ("root mean square of d", f"{f['d_rms']:.2g}", "nats"),
-            ("size of u", f"{f['u_rms']:.2g}", f"up to {usual(dump.settings).bound:g} is usual in these formats"),
+            ("size of u", f"{f['u_rms']:.2g}", f"up to {usual(dump.settings).bound:.2g} is usual in these formats"),
             ("equal to the last bit", f"{f['equal']:.1%}", "of tokens"),
             ("k3", f"{f['k3']:.2g}", "nats a token"),
         ]),
