@@ -4,7 +4,7 @@
     python benchmarks/doctor_healthy.py sample FOLDER transformers --format bf16  # to FOLDER/transformers-bf16-1.jsonl
     python benchmarks/doctor_healthy.py sample FOLDER vllm --format bf16          # in an environment that has vLLM
     python benchmarks/doctor_healthy.py sample FOLDER llama.cpp --format fp16     # in one that has llama-cpp-python
-    python benchmarks/doctor_healthy.py recorded FOLDER "TRL, generate" --format bf16 --logps LOGPS
+    python benchmarks/doctor_healthy.py recorded FOLDER TRL --format bf16 --logps LOGPS
     python benchmarks/doctor_healthy.py score FOLDER                              # rows in results/doctor_healthy.jsonl
 
 ``transformers``: its ``generate``, with a cache, of left-padded batches. ``vllm``: on a CPU, raw log-probs.
@@ -190,7 +190,7 @@ def score(folder: Path, trials: int, only: str, learners: Sequence[str]) -> None
     from transformers import AutoModelForCausalLM
 
     dumps = {path: [json.loads(line) for line in path.read_text().splitlines()]
-             for path in sorted(folder.glob(f"*{only}*.jsonl"))}  # fmt: skip
+             for path in sorted(folder.glob(f"*{only}*.jsonl" if only else "*.jsonl"))}  # fmt: skip
     for path, rows in dumps.items():
         if "learner_logp" in rows[0]:
             scored = [np.array(row["learner_logp"]) for row in rows]

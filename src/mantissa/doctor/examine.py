@@ -24,6 +24,7 @@ _WORTH = 0.001  # of sum d^2: beside a fault, a habit that explains less is no n
 _BLIND = 10.0  # times what is usual: a sample that would not show so much says nothing
 _CURVE = 0.6  # of sum d^2 on a curve in the log-prob: a law is in it, and a shape may be the law's
 _BY_SIZE = {"experts": 2.0, "half_logits": 1.0}  # remarks up to so many times what is usual
+_ALIKE = 0.1  # correlation of u over the same token: other weights have as much or more
 _FEWEST = (2 * FEWEST, 64)  # sequences and tokens, for a verdict where nothing is found
 
 
@@ -44,7 +45,7 @@ def examine(dump: Dump) -> Diagnosis:
         return found
     said = routed(dump)
     if not flown.few:
-        unlike = said and dump.settings.rollout_format != dump.settings.learner_format
+        unlike = said and dump.settings.rollout_format != dump.settings.learner_format and flown.some
         perhaps = may_be(flown, faults) and (flown.within or unlike) and (said or flown.fly)
         return _perhaps_routers(found, flown, said) if perhaps else found
     if not said:
@@ -107,6 +108,8 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
         named = [shapes[0] if len(shapes) == 1 else shapes[0].or_else(shapes[1].name)]
         if named[0].name == "weights" and not _repeats(every):
             named = [named[0].or_else(*named[0].also, "nondeterministic")]
+        elif len(shapes) == 1 and shapes[0].name == "prompt" and not _no_weights(every):
+            named = [named[0].or_else("weights")]
     table, fault = facts().faults, named[0] if named else None
     if fault is not None:
         verdict, headline = Verdict.FAULT, _named(named)
@@ -136,6 +139,13 @@ def _repeats(every: Sequence[Finding]) -> bool:
     likely as other weights: what it does to a token through all that is no sum has a mean, which prompts share."""
     again = next(each for each in every if each.name == "nondeterministic")
     return again.tested and not again.found and again.effect < 0.3
+
+
+def _no_weights(every: Sequence[Finding]) -> bool:
+    """Whether other weights would have been seen and were not. An update moves what it was trained on, and that may be
+    the beginnings: SmolLM2's first update did so."""
+    found = next(each for each in every if each.name == "weights")
+    return found.tested and not found.found and (found.detectable or math.inf) <= _ALIKE
 
 
 def _named(named: Sequence[Finding]) -> str:

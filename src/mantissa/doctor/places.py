@@ -199,7 +199,7 @@ def after_sync(e: Evidence, tests: int) -> Finding:
     said = f"from weights of version {best[1]} on, |d| is {np.exp(min(found.value, 50)):.3g} times as large as before"
     everywhere = np.array(versions)[e.clean.sequence] >= best[1]
     return times_as("after_sync", found, e.too_large(t.where(after), tests), before.size, said,
-                    before.size <= e.usual / 1.5, claimed(e, everywhere))  # fmt: skip
+                    before.size <= e.usual, claimed(e, everywhere))  # fmt: skip
 
 
 def padding(e: Evidence, tests: int) -> Finding:

@@ -41,6 +41,7 @@ _THROUGHOUT = 0.5  # of a sequence's tokens beyond the usual: it differs through
 _AT_A_PLACE = 0.25  # so much more of the first, or of the last tokens beyond the usual than of others: it is the place
 _MEDIAN = 0.6745  # of |x|, and _AT_THE_USUAL the share of |x| above 1, of a standard normal x
 _AT_THE_USUAL = 0.3173
+_MOST = 0.9  # of the tokens beyond the usual: if routers make so much, that is as bad as a fault
 _KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -49,7 +50,8 @@ class Flights:
     """Uncertain tokens beyond the usual: ``beyond`` of ``count``. ``quiet``: the size of u of the others. ``fly``:
     whether a few tokens rule the gap, as where routers disagree. ``where``: bool [N] of all compared tokens. ``most``:
     the share that a healthy mixture has at the most. ``few``: no more fly, and they are not most of the tokens of the
-    sequences that they are in. ``within``: whether half of the tokens are as near as those of a usual gap."""
+    sequences that they are in. ``within``: whether half of the tokens are as near as those of a usual gap; ``some``:
+    whether a tenth are."""
 
     beyond: int
     count: int
@@ -59,6 +61,7 @@ class Flights:
     most: float
     few: bool
     within: bool
+    some: bool
 
 
 def flights(e: Evidence) -> Flights | None:
@@ -79,7 +82,7 @@ def flights(e: Evidence) -> Flights | None:
     square = t.u**2
     rule = float(square[some & (np.abs(t.u) > 4 * e.usual)].sum()) > 0.5 * float(square.sum())
     counts = int(some.sum()), len(some), t.where(~some).size
-    return Flights(*counts, rule or tokens_fly(e), beyond, most, few, half <= _MEDIAN)
+    return Flights(*counts, rule or tokens_fly(e), beyond, most, few, half <= _MEDIAN, bool(some.mean() < _MOST))
 
 
 def may_be(flown: Flights, found: Sequence[Finding]) -> bool:
