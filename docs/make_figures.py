@@ -156,8 +156,8 @@ def _formats(row: Any) -> int:
     return len(set(row["formats"] if "formats" in row else row["format"].split("/")))
 
 
-def _healthy(experts: bool, says: bool = True) -> str:
-    given = healthy(experts, says)
+def _healthy(*what: Any) -> str:
+    given = healthy(*what)
     return f"{given.count('healthy noise')} of {len(given)}"
 
 
@@ -268,10 +268,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "brake-all": _brake(("clipping", "pace", "pace2")),
     "habits-bf16": lambda: _habits("bf16"),
     "habits-fp16": lambda: _habits("fp16"),
-    "doctor-right": lambda: _told("right", "undecided", "half"),
     "doctor-named": _named,
     "doctor-healthy": lambda: _healthy(False),
-    "doctor-healthy-experts": lambda: _healthy(True),
+    "doctor-healthy-one-format": lambda: _healthy(True, True, 1),
+    "doctor-healthy-two-formats": lambda: _healthy(True, True, 2),
     "doctor-healthy-unsaid": lambda: _healthy(True, False),
     "cut-fp32-bf16": lambda: _cut("fp32-bf16"),
     "grows-fp16-vllm": lambda: _grows("fp16-vllm"),

@@ -20,7 +20,7 @@ from mantissa.doctor.facts import facts, usual
 from mantissa.doctor.sample import Tokens
 from mantissa.runs.directory import default_path
 from mantissa.runs.page import Block, block, code, noted, pill, plots, render, table
-from mantissa.runs.plots import BLUE, GREEN, GREY, MUTED, ORANGE, PINK, Plot, agreement, figure, styled, to_svg
+from mantissa.runs.plots import BLUE, GREEN, MUTED, ORANGE, PINK, Plot, agreement, figure, styled, to_svg
 
 PAGE, ROW = "doctor.html", "doctor.json"
 _LEVELS = {
@@ -29,7 +29,7 @@ _LEVELS = {
     Verdict.FAULT: "unhealthy",
     Verdict.UNKNOWN: "watch",
 }
-_FORMATS = dict(zip(("fp32", "fp16", "bf16", "fp8"), (GREY, GREEN, BLUE, PINK), strict=True))
+_FORMATS = dict(zip(("fp32", "fp16", "bf16", "fp8"), (ORANGE, GREEN, BLUE, PINK), strict=True))
 
 
 def write_page(dump: Dump, diagnosis: Diagnosis, folder: Path | None = None, with_model: Sequence[Block] = ()) -> Path:
@@ -175,7 +175,7 @@ def _histogram(t: Tokens) -> Plot:
     u = u[u > 0]
     if not len(u):
         return Plot(title, "No uncertain token's log-probs differ.")
-    edges = np.linspace(min(np.log10(u.min()), -4), max(np.log10(u.max()), 0.5), 60)
+    edges = np.linspace(min(np.log10(u.min()), -5.5), max(np.log10(u.max()), 0.5), 60)
     with styled():
         drawing = figure()
         axes = drawing.subplots()
@@ -205,7 +205,7 @@ def _by_sequence(t: Tokens, bound: float) -> Plot:
         axes.plot(np.sort(np.maximum(sizes, 1e-9)), color=BLUE)
         axes.axhline(bound, color=MUTED, linewidth=0.8, linestyle="--")
         axes.set_yscale("log")
-        axes.set_ylim(bottom=max(float(np.min(sizes[sizes > 0])) / 2, 1e-9))
+        axes.set_ylim(max(min(float(np.min(sizes[sizes > 0])), bound) / 2, 1e-9), 2 * max(float(sizes.max()), bound))
         axes.set(xlabel="sequences, in order", ylabel="root mean square of u")
     note = f"{len(sizes):,} sequences; dashed: the largest that is usual in these formats."
     return Plot(title, note, to_svg(drawing, title))
