@@ -101,6 +101,17 @@ def test_more_than_routers_move_is_not_healthy() -> None:
     assert asked(few, True).verdict is not Verdict.HEALTHY
 
 
+@pytest.mark.parametrize("size", [0.5, 3.0])
+def test_a_part_of_the_sequences_is_named_in_a_dump_that_says_nothing(size: float) -> None:
+    draw = np.random.default_rng(2)
+    part = iter(draw.permutation(128) < 32)
+    rows = [dataclasses.replace(s, learner_logp=np.minimum(s.learner_logp + draw.normal(0, size * next(part) + 1e-9,
+            len(s.mask)), -1e-4)) for s in dumps.healthy(32, 4, 32, size=0.02)]  # fmt: skip
+    found = asked(rows, None)
+    assert found.fault is not None, found.headline
+    assert found.fault.name == "some_sequences", found.headline
+
+
 def test_the_fact_changes_nothing_for_a_gap_without_flights() -> None:
     calm = dumps.healthy(size=0.05)
     assert asked(calm, True).headline == asked(calm, None).headline

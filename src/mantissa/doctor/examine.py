@@ -46,7 +46,7 @@ def examine(dump: Dump) -> Diagnosis:
     said = routed(dump)
     if not flown.few:
         unlike = said and dump.settings.rollout_format != dump.settings.learner_format and flown.some
-        perhaps = may_be(flown, faults) and (flown.within or unlike) and (said or flown.fly)
+        perhaps = may_be(flown, faults) and (flown.within or unlike) and (said or flown.single)
         return _perhaps_routers(found, flown, said) if perhaps else found
     if not said:
         return _perhaps_routers(found, flown, said) if flown.fly and named & {*BY_ROUTERS, "too_large"} else found

@@ -51,7 +51,7 @@ class Flights:
     whether a few tokens rule the gap, as where routers disagree. ``where``: bool [N] of all compared tokens. ``most``:
     the share that a healthy mixture has at the most. ``few``: no more fly, and they are not most of the tokens of the
     sequences that they are in. ``within``: whether half of the tokens are as near as those of a usual gap; ``some``:
-    whether a tenth are."""
+    whether a tenth are. ``single``: whether single tokens fly beyond their own sequence (``kinds.tokens_fly``)."""
 
     beyond: int
     count: int
@@ -62,6 +62,7 @@ class Flights:
     few: bool
     within: bool
     some: bool
+    single: bool
 
 
 def flights(e: Evidence) -> Flights | None:
@@ -82,7 +83,8 @@ def flights(e: Evidence) -> Flights | None:
     square = t.u**2
     rule = float(square[some & (np.abs(t.u) > 4 * e.usual)].sum()) > 0.5 * float(square.sum())
     counts = int(some.sum()), len(some), t.where(~some).size
-    return Flights(*counts, rule or tokens_fly(e), beyond, most, few, half <= _MEDIAN, bool(some.mean() < _MOST))
+    single = tokens_fly(e)
+    return Flights(*counts, rule or single, beyond, most, few, half <= _MEDIAN, bool(some.mean() < _MOST), single)
 
 
 def may_be(flown: Flights, found: Sequence[Finding]) -> bool:
