@@ -76,7 +76,7 @@ def tried(
         cut = [rolled.responses[n][: size[1]] for n in some], [rolled.logps[n][: size[1]] for n in some]
         part = Rolled([rolled.prompts[n] for n in some], *cut, [rolled.groups[n] for n in some])
         learner = [(other if b else healthy)[n][: size[1]] for n, b in zip(some, bad, strict=True)]
-        answer = diagnosed(dump(part, learner), 1.0, name)
+        answer = diagnosed(dump(part, learner), 1.0, (name, name))
         named = "some_sequences" in names_of(answer)
         found, else_ = found + named, else_ + (not named and answer.verdict.value != "healthy noise")
     return found, else_

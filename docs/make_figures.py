@@ -152,6 +152,13 @@ def healthy(experts: bool, says: bool = True, formats: int | None = None) -> lis
     return [str(row["verdict"]) for row in own if formats in (None, _formats(row))]
 
 
+def _again(outcome: str, **where: str) -> str:
+    """Of the seventh run's mistakes large enough to be seen, how many have this outcome."""
+    asked = select("doctor_held_out", {"run": "seventh", "benchmark": "doctor_held_out"} | where)
+    told = [row["outcome"] for row in asked if row["right"] and row["outcome"] != "too small"]
+    return f"{told.count(outcome)} of {len(told)}"
+
+
 def _formats(row: Any) -> int:
     return len(set(row["formats"] if "formats" in row else row["format"].split("/")))
 
@@ -269,6 +276,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "habits-bf16": lambda: _habits("bf16"),
     "habits-fp16": lambda: _habits("fp16"),
     "doctor-named": _named,
+    "doctor-again-wrong": lambda: _again("wrong"),
+    "doctor-again-part": lambda: _again("right", experts="None", kind="a quarter of rows of other weights"),
     "doctor-healthy": lambda: _healthy(False),
     "doctor-healthy-one-format": lambda: _healthy(True, True, 1),
     "doctor-healthy-two-formats": lambda: _healthy(True, True, 2),
