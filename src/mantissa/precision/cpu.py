@@ -163,8 +163,11 @@ def multiply(way: str, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = 
         return F.linear(x_NE, weight_FE, bias_F)
     if not x_NE.numel():
         return x_NE.new_zeros(*x_NE.shape[:-1], weight_FE.shape[0])
-    with switched(way == BF16):
-        return onednn(x_NE if _is_whole(x_NE) else x_NE.contiguous(), weight_FE, bias_F)
+    x_NE = x_NE if _is_whole(x_NE) else x_NE.contiguous()
+    if way != BF16:
+        return onednn(x_NE, weight_FE, bias_F)
+    with switched():
+        return onednn(x_NE, weight_FE, bias_F)
 
 
 def onednn(x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
