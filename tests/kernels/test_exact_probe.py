@@ -22,7 +22,7 @@ from other_library import OtherLibrary
 SHAPES = ModelShapes(
     (("layers.0.q_proj", 48, 32), ("layers.1.q_proj", 48, 32), ("lm_head", 48, 24)), 4, 2, 16, 24, 96, 128
 )
-ROLE = exactly("bf16").learner
+ROLE = exactly("bf16", backend="simulated").learner
 
 
 def ways(plan: ExactPlan) -> set[str]:

@@ -34,7 +34,13 @@ from mantissa.precision import FP32, Fp8Policy, NumberFormat, cpu, round_cached,
 _PART = 1 << 19  # values of SwiGLU at a time: 2 MB
 
 
-class ExactKernels(SimulatedKernels):
+class Planned:
+    """Exact kernels on a CPU: what they compute a product or attention by is ``plan``'s choice."""
+
+    plan: ExactPlan
+
+
+class ExactKernels(Planned, SimulatedKernels):
     """The operations in ``fmt``, fp32 included, on fp32 tensors, by the calls that ``plan`` allows. See ``Kernels``.
 
     ``kv_format``: what keys and values are rounded to before anything attends to them: the cache's format, in training
@@ -102,10 +108,11 @@ def _swiglu(gate: Tensor, up: Tensor, negated: Tensor, fmt: NumberFormat) -> Ten
     return round_to_format_(round_to_format_(silu, fmt).mul_(up), fmt)
 
 
-def product(x_NE: Tensor, weight_FE: Tensor, choice: Choice) -> Tensor:
+def product(x_NE: Tensor, weight_FE: Tensor, choice: Choice, bias_F: Tensor | None = None) -> Tensor:
     """x @ weight^T in fp32, any leading shape, in the tiles chosen. To be called without gradients.
 
-    ``weight_FE`` may be packed (``products.packed``), which is what oneDNN reads fastest.
+    ``weight_FE`` may be packed (``products.packed``), which is what oneDNN reads fastest. Where the choice is bf16's,
+    all are bf16 tensors, and x @ weight^T + bias is rounded once; elsewhere there is no ``bias_F``.
     """
     x_ME, wide = x_NE.reshape(-1, x_NE.shape[-1]), choice.way == "fp64"
     if weight_FE.is_mkldnn and not choice.onednn:
@@ -113,7 +120,7 @@ def product(x_NE: Tensor, weight_FE: Tensor, choice: Choice) -> Tensor:
     if wide:
         weight_FE = weight_FE.double()
     if len(x_ME) in choice.sizes and not wide:
-        out_MF = _tile(x_ME, weight_FE, choice)
+        out_MF = _tile(x_ME, weight_FE, choice, bias_F)
     else:
         out_MF = x_ME.new_empty(len(x_ME), weight_FE.shape[0])
         for start, stop, size in pieces(len(x_ME), choice.sizes):
@@ -124,13 +131,15 @@ def product(x_NE: Tensor, weight_FE: Tensor, choice: Choice) -> Tensor:
             if stop - start < size:
                 tile_RE = torch.cat((tile_RE, tile_RE.new_zeros(size - (stop - start), x_ME.shape[1])))
             # From float64: rounded once.
-            out_MF[start:stop].copy_(_tile(tile_RE, weight_FE, choice)[: stop - start])
+            out_MF[start:stop].copy_(_tile(tile_RE, weight_FE, choice, bias_F)[: stop - start])
     # No view where none is needed: FSDP2 warns of a module that returns one.
     return out_MF if x_NE.dim() == 2 else out_MF.view(*x_NE.shape[:-1], -1)
 
 
-def _tile(tile_RE: Tensor, weight_FE: Tensor, choice: Choice) -> Tensor:
-    return cpu.onednn(tile_RE.contiguous(), weight_FE) if choice.onednn else torch.mm(tile_RE, weight_FE.t())
+def _tile(tile_RE: Tensor, weight_FE: Tensor, choice: Choice, bias_F: Tensor | None) -> Tensor:
+    if choice.onednn:
+        return cpu.onednn(tile_RE.contiguous(), weight_FE, bias_F)
+    return torch.mm(tile_RE, weight_FE.t())
 
 
 KEYS = 16  # the fewest keys of a block: the widest vector of a CPU, so that a softmax's lanes stay the same

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,13 +70,31 @@ class ModelShapes:
     @property
     def sizes(self) -> dict[tuple[int, ...], str]:
         """Names of the distinct products, by (features out, features in), which is their weight's shape."""
-        names: dict[tuple[int, ...], list[str]] = {}
-        for name, inputs, outputs in self.products:
-            short = name.rsplit(".", 1)[-1]
-            known = names.setdefault((outputs, inputs), [])
-            if short not in known:
-                known.append(short)
-        return {size: ", ".join(known) for size, known in names.items()}
+        return _by_shape(self.products)
+
+    @property
+    def wide(self) -> dict[tuple[int, ...], str]:
+        """The same of those whose result is fp32 in every format: logits, and what a router chooses experts by."""
+        return _by_shape(product for product in self.products if _is_wide(product[0]))
+
+    @property
+    def rounded(self) -> dict[tuple[int, ...], str]:
+        """The same of all others, whose result is rounded to the format."""
+        return _by_shape(product for product in self.products if not _is_wide(product[0]))
+
+
+def _is_wide(name: str) -> bool:
+    return name.startswith("lm_head") or name.endswith(".mlp.gate")
+
+
+def _by_shape(products: Iterable[tuple[str, int, int]]) -> dict[tuple[int, ...], str]:
+    names: dict[tuple[int, ...], list[str]] = {}
+    for name, inputs, outputs in products:
+        short = name.rsplit(".", 1)[-1]
+        known = names.setdefault((outputs, inputs), [])
+        if short not in known:
+            known.append(short)
+    return {size: ", ".join(known) for size, known in names.items()}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -100,16 +118,21 @@ def pieces(count: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int, int], ..
 class Choice:
     """How a product is computed: the ``sizes`` of its tiles in rows, ascending, and why these and no others.
 
-    ``onednn``: by oneDNN's product instead of the one behind ``torch.mm``.
+    ``onednn``: by oneDNN's product instead of the one behind ``torch.mm``. ``bf16``: by its product of bf16 tensors,
+    with a result that is rounded to bf16; else operands are fp32 tensors, and so is the result. ``names``: of the
+    products that have this shape.
     """
 
     way: Way
     sizes: tuple[int, ...]
     why: str = "not probed"
     onednn: bool = False
+    bf16: bool = False
+    names: str = ""
 
     def __str__(self) -> str:
-        return f"{self.way} of {_listed(self.sizes)} rows{' by oneDNN' if self.onednn else ''}"
+        by = " by bf16 products" if self.bf16 else " by oneDNN" if self.onednn else ""
+        return f"{self.way} of {_listed(self.sizes)} rows{by}"
 
 
 @dataclass(frozen=True)
@@ -143,13 +166,14 @@ def _listed(sizes: tuple[int, ...]) -> str:
 class ExactPlan:
     """The calls that hold on this machine: ``products`` by the shape of the weight, ``attention``, and the evidence.
 
-    ``names``: of the products. ``checked``: what else was found to be row-invariant, and over what. ``threads``: the
-    numbers of threads that it holds for; none given: any. ``length``: keys that one query may see; 0: any number.
+    ``bf16``: products whose operands and result are bf16 tensors, by the shape of the weight; none where bf16 is
+    simulated. ``checked``: what else was found to be row-invariant, and over what. ``threads``: the numbers of threads
+    that it holds for; none given: any. ``length``: keys that one query may see; 0: any number.
     """
 
     products: Mapping[tuple[int, ...], Choice]
     attention: AttentionChoice
-    names: Mapping[tuple[int, ...], str] = dataclasses.field(default_factory=dict)
+    bf16: Mapping[tuple[int, ...], Choice] = dataclasses.field(default_factory=dict)
     checked: str = ""
     threads: tuple[int, ...] = ()
     length: int = 0
@@ -157,7 +181,8 @@ class ExactPlan:
     @property
     def way(self) -> Way:
         """The fastest way in it: a plan can be made safer as long as this is not ``fp64``."""
-        return min((self.attention.way, *(choice.way for choice in self.products.values())), key=WAYS.index)
+        ways = (choice.way for choice in (*self.products.values(), *self.bf16.values()))
+        return min((self.attention.way, *ways), key=WAYS.index)
 
     def check_threads(self, threads: int) -> None:
         """``MantissaError`` where torch's number of threads is one that was not tried."""
@@ -175,9 +200,12 @@ class ExactPlan:
                 f"and here are {keys}; this is a mistake of whoever planned them: please report it"
             )
 
-    def product(self, size: tuple[int, ...]) -> Choice:
-        """The choice for a weight of this shape; ``ValueError`` where the plan was made for another model."""
-        choice = self.products.get(size)
+    def product(self, size: tuple[int, ...], bf16: bool = False) -> Choice:
+        """The choice for a weight of this shape; ``ValueError`` where the plan was made for another model.
+
+        ``bf16``: with operands and result that are bf16 tensors.
+        """
+        choice = (self.bf16 if bf16 else self.products).get(size)
         if choice is None:
             raise ValueError(f"the exact plan has no product of shape {tuple(size)}: it was made for another model")
         return choice
@@ -185,9 +213,9 @@ class ExactPlan:
     def lines(self) -> list[str]:
         """What was chosen, and why, for the screen: products that share both are one line."""
         groups: dict[tuple[str, str], list[str]] = {}
-        for size, choice in self.products.items():
-            if size in self.names:
-                what = f"{self.names[size]} {size[1]}x{size[0]}"
+        for size, choice in (*self.bf16.items(), *self.products.items()):
+            if choice.names:
+                what = f"{choice.names} {size[1]}x{size[0]}"
                 groups.setdefault((str(choice), choice.why), []).append(what)
         lines = [f"products {'; '.join(names)}: {choice}: {why}" for (choice, why), names in groups.items()]
         lines.append(f"attention: {self.attention}: {self.attention.why}")

@@ -8,6 +8,12 @@ that does not is not used. What has no second way (norms, SwiGLU, softmax, rotat
 
 Whether one thread gives these very bits too is tried as well: where it does, the plan holds for both numbers.
 
+A product of bf16 tensors shows 8 bits of its fp32 sum, which would hide nearly every other order. So half of the sums
+tried cancel: their large terms stand there twice, once with each sign, at random places. What is left, a few small
+terms and what the additions rounded away, has as few digits as bf16 holds, and others in another order. A sum that is
+kept in less than fp32 leaves more, and is refused. The other half do not cancel, and show how the result is rounded.
+All are tried with a bias and without, for the library adds it within its product.
+
 The numbers are random: two orders of a sum that agree on all of some thousand sums are taken to be one. So the loop
 compares every sampled token's log-prob as well.
 """
@@ -25,11 +31,21 @@ from torch import Tensor
 
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import probe as probes
-from mantissa.kernels.exact.kernels import BLOCK, KEYS, ExactAttention, ExactKernels, batched, cached, causal, product
+from mantissa.kernels.exact.bf16 import ExactBf16Kernels
+from mantissa.kernels.exact.kernels import (
+    BLOCK,
+    KEYS,
+    ExactAttention,
+    ExactKernels,
+    batched,
+    cached,
+    causal,
+    product,
+)
 from mantissa.kernels.exact.plan import WAYS, AttentionChoice, Choice, ExactPlan, ModelShapes, Way
 from mantissa.kernels.interface import Kernels
 from mantissa.kernels.products import Products, packable, packed
-from mantissa.precision import FP32, ResolvedRole
+from mantissa.precision import BF16, FP32, ResolvedRole, cpu
 
 _TILES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -39,10 +55,15 @@ _SMALL: tuple[int, ...] = (8, 8)  # the products by which ``probe`` proves a for
 
 
 def plan_exact(
-    shapes: ModelShapes, role: ResolvedRole, device: torch.device | str, only: Way | None = None
+    shapes: ModelShapes,
+    role: ResolvedRole,
+    device: torch.device | str,
+    only: Way | None = None,
+    simulated_too: bool = False,
 ) -> ExactPlan:
     """Probe this machine over ``shapes`` and choose. ``only`` asks for one way and no faster one.
 
+    ``simulated_too``: the plan of a role in the processor's own bf16 serves a simulated one beside it as well.
     Torch's number of threads is restored. ``MantissaError`` where not even the last way gives equal rows.
     """
     device = torch.device(device)
@@ -52,17 +73,24 @@ def plan_exact(
         raise ValueError(f"only={only!r}: expected one of {', '.join(WAYS)}")
     started = time.perf_counter()
     generator = torch.Generator().manual_seed(0)
-    sizes = {**shapes.sizes, _SMALL: "", **({} if role.fp8 is None else {probes.WEIGHT: ""})}
+    own = role.active is BF16 and role.backend == "native"
+    probed = {_SMALL: "", **({} if role.fp8 is None else {probes.WEIGHT: ""})}
+    wide = {**(shapes.wide if own and not simulated_too else shapes.sizes), **probed}
+    rounded = {**shapes.rounded, **probed} if own else {}
     ways = WAYS if only is None else (only,)
     present, agree = torch.get_num_threads(), True
     with torch.no_grad():
-        products: dict[tuple[int, ...], Choice] = {}
-        for size, names in sizes.items():
-            probed = _Product(size, shapes.rows, generator)
-            products[size] = probed.choose(f"the product {names} {size[1]}x{size[0]}", ways, role)
+        products: dict[bool, dict[tuple[int, ...], Choice]] = {True: {}, False: {}}
+        for bf16, size, names in [
+            *((True, *each) for each in rounded.items()),
+            *((False, *each) for each in wide.items()),
+        ]:
+            tried = _Product(size, shapes.rows, generator, bf16)
+            choice = tried.choose(f"the product {names} {size[1]}x{size[0]}", ways, role)
+            products[bf16][size] = dataclasses.replace(choice, names=names)
             if present > 1:
                 with threads(1):
-                    agree = agree and probed.holds(products[size])
+                    agree = agree and tried.holds(choice)
         heads = _Attention(shapes, generator)
         attention = heads.choose(ways, role)
         if present > 1:
@@ -70,8 +98,9 @@ def plan_exact(
                 agree = agree and heads.holds(attention)
         proven = tuple(sorted({1, present})) if agree else (present,)
         length = -(-shapes.length // BLOCK) * BLOCK  # attention rounds a number of keys up to a block at most
-        plan = ExactPlan(products, attention, shapes.sizes, "", proven, length)
-        checked = _check_rest(shapes, ExactKernels(FP32, plan), role, generator)
+        plan = ExactPlan(products[False], attention, products[True], "", proven, length)
+        families: tuple[Planned, ...] = (ExactKernels(FP32, plan), *([ExactBf16Kernels(plan)] if own else []))
+        checked = [_check_rest(shapes, kernels, role, generator) for kernels in families][0]
     numbers, seconds = " and ".join(map(str, proven)), time.perf_counter() - started
     checked = f"row-invariant too: {checked}; {numbers} threads; probed in {seconds:.1f} s"
     return dataclasses.replace(plan, checked=checked)
@@ -101,29 +130,69 @@ def _why(left_out: list[str]) -> str:
     return f"all shapes tried agree but {', '.join(left_out)}" if left_out else "all shapes tried agree"
 
 
-class _Product:
-    """One product's tiles. Rows are drawn once; row r of the reference stands in no tile twice at the same place."""
+class _Drawn(NamedTuple):
+    """Rows, the ways in which they are called (the row that a call begins with, and its weight), and a bias."""
 
-    def __init__(self, size: tuple[int, ...], rows: int, generator: torch.Generator) -> None:
+    x_ME: Tensor
+    placed: tuple[tuple[int, Tensor], ...]
+    bias_F: Tensor | None = None
+
+    @staticmethod
+    def of(x_ME: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> _Drawn:
+        """The weight as it is, elsewhere in memory, and in oneDNN's own layout."""
+        shifted = weight_FE.new_empty(weight_FE.numel() + 1)[1:].view(weight_FE.shape).copy_(weight_FE)
+        return _Drawn(x_ME, ((0, weight_FE), (1, shifted), (0, packed(weight_FE))), bias_F)
+
+
+def _drawn_fp32(rows: int, size: tuple[int, ...], generator: torch.Generator) -> _Drawn:
+    return _Drawn.of(torch.randn(rows, size[1], generator=generator), torch.randn(size, generator=generator))
+
+
+def _drawn_bf16(rows: int, size: tuple[int, ...], generator: torch.Generator) -> _Drawn:
+    """Values of bf16 such that every second row's sums cancel but for a few small terms, and a bias as small."""
+    (outputs, inputs), small = size, 2.0**-18
+    pairs = (inputs - max(1, inputs // 4)) // 2
+    x_ME, weight_FE = torch.randn(rows, inputs, generator=generator), torch.randn(size, generator=generator)
+    weight_FE[:, pairs : 2 * pairs] = -weight_FE[:, :pairs]
+    x_ME[::2, pairs : 2 * pairs] = x_ME[::2, :pairs]
+    x_ME[::2, 2 * pairs :] *= small
+    order, bias_F = torch.randperm(inputs, generator=generator), torch.randn(outputs, generator=generator) * small
+    return _Drawn.of(x_ME[:, order].bfloat16(), weight_FE[:, order].bfloat16(), bias_F.bfloat16())
+
+
+class _Product:
+    """One product's tiles. Rows are drawn once; row r of the reference stands in no tile twice at the same place.
+
+    ``bf16``: operands and result are bf16 tensors; where no tiles of such products agree, fp32 ones of the widened.
+    """
+
+    def __init__(self, size: tuple[int, ...], rows: int, generator: torch.Generator, bf16: bool = False) -> None:
         outputs, inputs = size
         self.sizes = [n for n in _TILES if n <= 64 or (n < 2 * rows and 2.0 * n * inputs * outputs <= _OPERATIONS)]
-        self.x_ME = torch.randn(self.sizes[-1] + 1, inputs, generator=generator)
-        shifted = torch.randn(outputs * inputs + 1, generator=generator)[1:].view(outputs, inputs)
-        aligned = shifted.clone()
-        # The row that a call begins with, and its weight: as it is, elsewhere in memory, and in oneDNN's own layout.
-        placed = ((0, aligned), (1, shifted))
-        self.calls = {False: placed, True: (*placed, (0, packed(aligned)))}
-        self.libraries = (True, False) if packable(size) else (False,)
+        self.size, self.generator = size, generator
+        # How the library is called, from the fastest to the safest.
+        self.libraries = [Choice("tiles", (), onednn=True)] if packable(size) else []
+        self.libraries.append(Choice("tiles", ()))
+        if bf16 and cpu.has_bf16():
+            self.libraries.insert(0, Choice("tiles", (), onednn=True, bf16=True))
+        self._drawn: dict[bool, _Drawn] = {}
         self.reference_MF, self._reference = torch.empty(0), Choice("tiles", ())
+
+    def drawn(self, bf16: bool) -> _Drawn:
+        """The operands in fp32 or bf16; drawn where they are needed."""
+        if bf16 not in self._drawn:
+            draw = _drawn_bf16 if bf16 else _drawn_fp32
+            self._drawn[bf16] = draw(self.sizes[-1] + 1, self.size, self.generator)
+        return self._drawn[bf16]
 
     def choose(self, what: str, ways: tuple[Way, ...], role: ResolvedRole) -> Choice:
         failures: list[str] = []
         for way in ways:
-            for onednn in self.libraries if way != "fp64" else (False,):
+            for library in self.libraries if way != "fp64" else self.libraries[-1:]:
                 found: list[Choice] = []
                 for base in (16, 64) if way == "tiles" else (64,):
                     if not found or found[0].sizes[-1] < _ENOUGH:
-                        found += self._from(Choice(way, (base,), onednn=onednn), failures)
+                        found += self._from(dataclasses.replace(library, way=way, sizes=(base,)), failures)
                 if found:
                     best = max(found, key=lambda choice: choice.sizes[-1])  # the first of equals: it serves few rows
                     self._refer_to(dataclasses.replace(best, sizes=best.sizes[:1], why=""))
@@ -136,6 +205,9 @@ class _Product:
         if not self._agrees(base):
             failures.append(f"{base} differ")
             return []
+        if base.bf16 and not self._keeps_sums():
+            failures.append(f"{base} add in less than fp32")
+            return []
         if base.way != "tiles":
             return [dataclasses.replace(base, why="a row is the same at every place")]
         larger = [n for n in self.sizes if n > base.sizes[0]]
@@ -145,8 +217,15 @@ class _Product:
 
     def _refer_to(self, base: Choice) -> None:
         if self._reference != base:
-            self._reference = base
-            self.reference_MF = product(self.x_ME, self.calls[base.onednn][0][1], base)
+            self._reference, self.reference_MF = base, self._computed(base, 0, None, self.drawn(base.bf16).placed[0][1])
+
+    def _computed(self, choice: Choice, start: int, stop: int | None, weight_FE: Tensor) -> Tensor:
+        """Some rows' results; with a bias's beside them where there is one."""
+        x_ME, _, bias_F = self.drawn(choice.bf16)
+        plain_MF = product(x_ME[start:stop], weight_FE, choice)
+        if bias_F is None:
+            return plain_MF
+        return torch.cat((plain_MF, product(x_ME[start:stop], weight_FE, choice, bias_F)), 1)
 
     def holds(self, choice: Choice) -> bool:
         """Whether the tiles of ``choice`` give the reference's bits here and now."""
@@ -158,12 +237,23 @@ class _Product:
         A row that is the same one place further on, at every place, is the same at all places; and a weight in another
         layout that gives each place the same row's bits gives them at all places too.
         """
-        last = len(self.x_ME) - 1 - (len(self.x_ME) - 1) % choice.sizes[0]
-        for start, weight_FE in self.calls[choice.onednn]:
-            got_MF = product(self.x_ME[start : start + last], weight_FE, choice)
+        x_ME, placed, _ = self.drawn(choice.bf16)
+        last = len(x_ME) - 1 - (len(x_ME) - 1) % choice.sizes[0]
+        for start, weight_FE in placed:
+            if weight_FE.is_mkldnn and not choice.onednn:
+                continue
+            got_MF = self._computed(choice, start, start + last, weight_FE)
             if not torch.equal(got_MF, self.reference_MF[start : start + last]):
                 return False
         return True
+
+    def _keeps_sums(self) -> bool:
+        """Whether sums that cancel are off by what fp32 rounds away, some 2^-24 of the terms' magnitudes, and bf16's
+        rounding of the result, but no more."""
+        x_ME, placed, _ = self.drawn(True)
+        x_RE, weight_FE, got_RF = x_ME[:16].double(), placed[0][1].double(), self.reference_MF[:16, : self.size[0]]
+        exact_RF, terms_RF = x_RE @ weight_FE.t(), x_RE.abs() @ weight_FE.abs().t()
+        return bool(((got_RF.double() - exact_RF).abs() <= exact_RF.abs() * 2.0**-8 + terms_RF * 2.0**-18).all())
 
 
 class _Call(NamedTuple):
@@ -352,11 +442,13 @@ def other_bits(work: Work, x: Tensor, whole: Tensor) -> int:
     return 0
 
 
-def _check_rest(shapes: ModelShapes, kernels: ExactKernels, role: ResolvedRole, generator: torch.Generator) -> str:
+def _check_rest(
+    shapes: ModelShapes, kernels: ExactKernels | ExactBf16Kernels, role: ResolvedRole, generator: torch.Generator
+) -> str:
     """Everything that has one way only: each row alone, and among others, must be the same."""
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator).to(kernels.dtype)
 
     half, words = shapes.head_dim // 2, shapes.vocabulary
     torchs_own: list[tuple[str, int, Work]] = [
