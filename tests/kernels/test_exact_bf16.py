@@ -299,7 +299,8 @@ def test_operations_are_the_fast_familys_but_for_the_last_bit() -> None:
             (out.float() * torch.linspace(-1, 1, 48)).sum().backward()
             results.append((out, a.grad, *([b.grad] if name == "swiglu" else [])))
         for one, other in zip(*results, strict=True):
-            assert one is not None and other is not None
+            assert one is not None
+            assert other is not None
             assert one.dtype is torch.bfloat16
             torch.testing.assert_close(one.float(), other.float(), rtol=2.0**-6, atol=2.0**-8, msg=name)
 

@@ -68,6 +68,7 @@ def _kernels(role: ResolvedRole, precision: ResolvedPrecision, plan: ExactPlan |
 
 __all__ = [
     "WAYS", "Autocast", "EmulatedKernels", "ExactBf16Kernels", "ExactKernels", "ExactPlan", "Kernels", "ModelShapes",
-    "NativeKernels", "Pick", "Planned", "SimulatedKernels", "Traced", "Way", "autocast_for", "check_invariance", "first_difference",
-    "learner_kernels", "operation", "plan_exact", "probe", "probe_autocast", "reference_kernels", "rollout_kernels",
+    "NativeKernels", "Pick", "Planned", "SimulatedKernels", "Traced", "Way", "autocast_for", "check_invariance",
+    "first_difference", "learner_kernels", "operation", "plan_exact", "probe", "probe_autocast", "reference_kernels",
+    "rollout_kernels",
 ]  # fmt: skip

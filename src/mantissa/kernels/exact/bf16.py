@@ -1,8 +1,8 @@
 """Exact kernels on a CPU that multiplies bf16 itself: tensors, weights and cache in two bytes, the fast family's.
 
 The rules are those of ``ExactKernels``, the arithmetic and its roundings those of ``NativeKernels``. A product of bf16
-tensors goes in the tiles that the probe found to add alike. Where it found none, the operands are widened and multiplied
-in fp32, as the simulated family does, and the result is rounded once: the values that flow are bf16's either way.
+tensors goes in the tiles that the probe found to add alike. Where it found none, the operands are widened, multiplied
+in fp32, as the simulated family does, and the result is rounded once: what flows are values of bf16 either way.
 
 Logits, what a router chooses by, and attention are fp32 products of widened values, by the calls of ``ExactKernels``.
 What is computed row by row begins in fp32, with the very operations that the probe tried there, and is rounded where
@@ -97,8 +97,8 @@ class ExactBf16Kernels(Planned, NativeKernels):
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         self.plan.check_length(k_BKSD.shape[2])
-        wide = (x.float() for x in (q_BHD, k_BKSD, v_BKSD))
-        return cached(*wide, length_B, BF16, self.plan.attention).bfloat16()
+        q, k, v = (x.float() for x in (q_BHD, k_BKSD, v_BKSD))
+        return cached(q, k, v, length_B, BF16, self.plan.attention).bfloat16()
 
 
 def _dense(weight_FE: Tensor, dtype: torch.dtype) -> Tensor:

@@ -74,17 +74,15 @@ def plan_exact(
     started = time.perf_counter()
     generator = torch.Generator().manual_seed(0)
     own = role.active is BF16 and role.backend == "native"
-    probed = {_SMALL: "", **({} if role.fp8 is None else {probes.WEIGHT: ""})}
-    wide = {**(shapes.wide if own and not simulated_too else shapes.sizes), **probed}
-    rounded = {**shapes.rounded, **probed} if own else {}
+    small = {_SMALL: "", **({} if role.fp8 is None else {probes.WEIGHT: ""})}
+    wide = shapes.wide if own and not simulated_too else shapes.sizes
+    multiplied = [(False, *each) for each in (wide | small).items()]
+    multiplied += [(True, *each) for each in (shapes.rounded | small).items()] if own else []
     ways = WAYS if only is None else (only,)
     present, agree = torch.get_num_threads(), True
     with torch.no_grad():
         products: dict[bool, dict[tuple[int, ...], Choice]] = {True: {}, False: {}}
-        for bf16, size, names in [
-            *((True, *each) for each in rounded.items()),
-            *((False, *each) for each in wide.items()),
-        ]:
+        for bf16, size, names in multiplied:
             tried = _Product(size, shapes.rows, generator, bf16)
             choice = tried.choose(f"the product {names} {size[1]}x{size[0]}", ways, role)
             products[bf16][size] = dataclasses.replace(choice, names=names)
@@ -99,8 +97,9 @@ def plan_exact(
         proven = tuple(sorted({1, present})) if agree else (present,)
         length = -(-shapes.length // BLOCK) * BLOCK  # attention rounds a number of keys up to a block at most
         plan = ExactPlan(products[False], attention, products[True], "", proven, length)
-        families: tuple[Planned, ...] = (ExactKernels(FP32, plan), *([ExactBf16Kernels(plan)] if own else []))
-        checked = [_check_rest(shapes, kernels, role, generator) for kernels in families][0]
+        checked = _check_rest(shapes, ExactKernels(FP32, plan), role, generator)
+        if own:  # whose operations begin with fp32's, and round
+            _check_rest(shapes, ExactBf16Kernels(plan), role, generator)
     numbers, seconds = " and ".join(map(str, proven)), time.perf_counter() - started
     checked = f"row-invariant too: {checked}; {numbers} threads; probed in {seconds:.1f} s"
     return dataclasses.replace(plan, checked=checked)
