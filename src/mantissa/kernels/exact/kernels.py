@@ -58,6 +58,8 @@ class ExactKernels(Planned, SimulatedKernels):
         table: cpu.CpuProducts | None = None,
     ) -> None:
         super().__init__(fmt, logits_format, weights_on_grid, fp8, table)
+        if plan.attention.bf16:
+            raise ValueError("the exact plan's attention is for operands in bf16: it was made for another role")
         self.plan = plan
         self.kv_format = kv_format or fmt
 
@@ -275,6 +277,11 @@ def batched(x_NMK: Tensor, y_NKS: Tensor, choice: AttentionChoice) -> Tensor:
     """x @ y for each of N heads, in calls of as many heads as the plan allows; in float64 where it says so."""
     if choice.way == "fp64":
         return torch.bmm(x_NMK.double(), y_NKS.double()).float()
+    with cpu.switched(choice.bf16):
+        return _batched(x_NMK, y_NKS, choice)
+
+
+def _batched(x_NMK: Tensor, y_NKS: Tensor, choice: AttentionChoice) -> Tensor:
     if len(x_NMK) in choice.heads:
         return torch.bmm(x_NMK, y_NKS)
     out = x_NMK.new_empty(len(x_NMK), x_NMK.shape[1], y_NKS.shape[2])

@@ -141,7 +141,8 @@ class AttentionChoice:
 
     ``heads``: how many (sequence, key head) pairs a call may hold, ascending. ``rows``: a decode step's queries of one
     key head are filled up to a multiple of it. ``positions``: of queries that training takes at a time. ``keys``: a
-    number of keys is rounded up to a multiple of it.
+    number of keys is rounded up to a multiple of it. ``bf16``: its products are of fp32 tensors that hold bf16's values
+    and are multiplied as such, with fp32 results.
     """
 
     way: Way
@@ -150,11 +151,13 @@ class AttentionChoice:
     positions: tuple[int, ...]
     keys: int
     why: str = "not probed"
+    bf16: bool = False
 
     def __str__(self) -> str:
+        by = " by bf16 products" if self.bf16 else ""
         return (
             f"{self.way} of {_listed(self.heads)} heads, {_listed(self.positions)} positions or decode rows by "
-            f"{self.rows}, keys by {self.keys}"
+            f"{self.rows}, keys by {self.keys}{by}"
         )
 
 

@@ -45,7 +45,7 @@ from mantissa.kernels.exact.kernels import (
 from mantissa.kernels.exact.plan import WAYS, AttentionChoice, Choice, ExactPlan, ModelShapes, Way
 from mantissa.kernels.interface import Kernels
 from mantissa.kernels.products import Products, packable, packed
-from mantissa.precision import BF16, FP32, ResolvedRole, cpu
+from mantissa.precision import BF16, FP32, ResolvedRole, cpu, round_to_format
 
 _TILES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -89,17 +89,17 @@ def plan_exact(
             if present > 1:
                 with threads(1):
                     agree = agree and tried.holds(choice)
-        heads = _Attention(shapes, generator)
-        attention = heads.choose(ways, role)
+        heads, attention = _planned_attention(shapes, ways, role, generator, own and not simulated_too)
         if present > 1:
             with threads(1):
                 agree = agree and heads.holds(attention)
         proven = tuple(sorted({1, present})) if agree else (present,)
         length = -(-shapes.length // BLOCK) * BLOCK  # attention rounds a number of keys up to a block at most
         plan = ExactPlan(products[False], attention, products[True], "", proven, length)
-        checked = _check_rest(shapes, ExactKernels(FP32, plan), role, generator)
+        wide_plan = dataclasses.replace(plan, attention=dataclasses.replace(attention, bf16=False))
+        checked = _check_rest(shapes, ExactKernels(FP32, wide_plan), role, generator)
         if own:  # whose operations begin with fp32's, and round
-            _check_rest(shapes, ExactBf16Kernels(plan), role, generator)
+            _check_rows(ExactBf16Kernels(plan), shapes, [], role, generator)
     numbers, seconds = " and ".join(map(str, proven)), time.perf_counter() - started
     checked = f"row-invariant too: {checked}; {numbers} threads; probed in {seconds:.1f} s"
     return dataclasses.replace(plan, checked=checked)
@@ -266,20 +266,41 @@ class _Call(NamedTuple):
         return f"{self.heads} heads x {self.rows} queries x {self.keys} keys"
 
 
+def _planned_attention(
+    shapes: ModelShapes, ways: tuple[Way, ...], role: ResolvedRole, generator: torch.Generator, own: bool
+) -> tuple[_Attention, AttentionChoice]:
+    """The fastest way that holds; where ``own``, by products of bf16 values first. ``MantissaError`` if none does."""
+    failures: list[str] = []
+    for bf16 in (True, False) if own and ways[0] != "fp64" else (False,):
+        heads = _Attention(shapes, generator, bf16)
+        for way in ways[:1] if bf16 else ways:
+            choice = heads.found(way)
+            difference = "" if choice is None else heads.together(choice)
+            if choice is not None and not difference:
+                return heads, dataclasses.replace(choice, why="; ".join([*failures, choice.why]))
+            what = f"{way} by bf16 products differ" if bf16 else f"{way} differ"
+            failures.append(f"{what} at {difference}" if difference else what)
+    raise _none_holds("attention", failures, role)
+
+
 class _Attention:
     """The calls of attention: each (heads, rows, keys) against (16 heads, 16 positions, a whole block).
+
+    ``bf16``: of values of bf16, multiplied as such. Their sums are fp32, so any values will do.
 
     Legend: N heads of a call, M query rows, P rows drawn, U heads drawn.
     """
 
-    def __init__(self, shapes: ModelShapes, generator: torch.Generator) -> None:
-        self.shapes, self.group = shapes, shapes.heads // shapes.kv_heads
+    def __init__(self, shapes: ModelShapes, generator: torch.Generator, bf16: bool) -> None:
+        self.shapes, self.group, self.bf16 = shapes, shapes.heads // shapes.kv_heads, bf16
         size, most = shapes.head_dim, 32 * self.group
         self.sizes = [n for n in _HEADS if n <= 16 or 2.0 * n * most * BLOCK * size <= 1.25e8]
-        self.q_UPD = torch.randn(4, most, size, generator=generator)
+        self.q_UPD = self._rounded(torch.randn(4, most, size, generator=generator))
         # A block of a longer cache, as it is met: the keys before it are others'.
-        self.k_USD, self.v_USD = torch.randn(2, 4, KEYS + BLOCK, size, generator=generator)[:, :, KEYS:]
-        p_UPS = torch.rand(4, most, BLOCK + KEYS, generator=generator)  # rows of a longer matrix, as they are met
+        keys_2USD = self._rounded(torch.randn(2, 4, KEYS + BLOCK, size, generator=generator))
+        self.k_USD, self.v_USD = keys_2USD[:, :, KEYS:]
+        # Rows of a longer matrix, as they are met.
+        p_UPS = self._rounded(torch.rand(4, most, BLOCK + KEYS, generator=generator))
         seen = torch.rand(4, most, 1, generator=generator)
         # By the number of keys of a call: rows that see some of them, and the rest of a block as zeros.
         self.p_UPS = {
@@ -288,20 +309,18 @@ class _Attention:
         }
         self.scores_UPS, self.values_UPD = torch.empty(0), dict[int, Tensor]()
 
-    def choose(self, ways: tuple[Way, ...], role: ResolvedRole) -> AttentionChoice:
-        failures: list[str] = []
-        for way in ways:
-            choice = self._tiles() if way == "tiles" else self._only(way)
-            difference = "" if choice is None else self._together(choice)
-            if choice is not None and not difference:
-                return dataclasses.replace(choice, why="; ".join([*failures, choice.why]))
-            failures.append(f"{way} differ at {difference}" if difference else f"{way} differ")
-        raise _none_holds("attention", failures, role)
+    def _rounded(self, x: Tensor) -> Tensor:
+        return round_to_format(x, BF16) if self.bf16 else x
+
+    def found(self, way: Way) -> AttentionChoice | None:
+        """The calls of this way that agree; None where they do not."""
+        choice = self._tiles() if way == "tiles" else self._only(way)
+        return None if choice is None else dataclasses.replace(choice, bf16=self.bf16)
 
     def holds(self, choice: AttentionChoice) -> bool:
         """Whether the calls of ``choice`` give the reference's bits here and now."""
         calls = self._calls(choice.heads, choice.rows, choice.positions, choice.keys)
-        return all(self._agrees(choice.way, call) for call in calls) and not self._together(choice)
+        return all(self._agrees(choice.way, call) for call in calls) and not self.together(choice)
 
     def _only(self, way: Way) -> AttentionChoice | None:
         """Calls of one shape: 16 heads, the queries of 16 positions, a whole block of keys."""
@@ -355,7 +374,7 @@ class _Attention:
 
         def whole(x_UPE: Tensor, y_UEF: Tensor) -> Tensor:
             y = y_UEF.repeat(4, 1, 1)
-            parts = [batched(x.repeat(4, 1, 1), y, _alone(way, 16))[:4] for x in x_UPE.split(16 * self.group, 1)]
+            parts = [batched(x.repeat(4, 1, 1), y, self._alone(way, 16))[:4] for x in x_UPE.split(16 * self.group, 1)]
             return torch.cat(parts, 1)
 
         self.scores_UPS = whole(self.q_UPD, self.k_USD.transpose(1, 2))
@@ -363,7 +382,7 @@ class _Attention:
 
     def _agrees(self, way: Way, call: _Call) -> bool:
         """Whether a call gives the reference's scores and values, in every bit."""
-        choice, (head_N, row_NM) = _alone(way, call.heads), self._drawn(call)
+        choice, (head_N, row_NM) = self._alone(way, call.heads), self._drawn(call)
         at, keys = (head_N.unsqueeze(1), row_NM), slice(call.keys)
         scores = batched(self.q_UPD[at], self.k_USD[head_N][:, keys].transpose(1, 2), choice)
         if not torch.equal(scores, self.scores_UPS[at][:, :, keys]):
@@ -373,20 +392,20 @@ class _Attention:
             self.values_UPD[call.keys][at],
         )
 
-    def _together(self, choice: AttentionChoice) -> str:
+    def together(self, choice: AttentionChoice) -> str:
         """The parts as one: some rows of whole passes against a chunk's and a cache's; "" where they agree."""
         kv_heads, size = min(self.shapes.kv_heads, 4), self.shapes.head_dim
         generator = torch.Generator().manual_seed(1)
         for length in sorted({min(n, self.shapes.length) for n in (40, 200, 520)}):
-            q = torch.randn(2, kv_heads * self.group, length, size, generator=generator)
-            k, v = torch.randn(2, 2, kv_heads, length, size, generator=generator)
+            q = self._rounded(torch.randn(2, kv_heads * self.group, length, size, generator=generator))
+            k, v = self._rounded(torch.randn(2, 2, kv_heads, length, size, generator=generator))
             whole = ExactAttention.apply(q, k, v, FP32, Products(), FP32, choice)
             half = length // 2
             if not torch.equal(causal(q[:, :, half:], k, v, FP32, choice), whole[:, :, half:]):
                 return f"a chunk of {length} positions"
             for position in {0, 15 % length, half, length - 1}:
                 room = -(-(position + 1) // KEYS) * KEYS + KEYS
-                cache = torch.randn(2, 2, kv_heads, room, size, generator=generator)
+                cache = self._rounded(torch.randn(2, 2, kv_heads, room, size, generator=generator))
                 cache[0, :, :, : position + 1], cache[1, :, :, : position + 1] = (
                     x[:, :, : position + 1] for x in (k, v)
                 )
@@ -395,9 +414,8 @@ class _Attention:
                     return f"decode at position {position}"
         return ""
 
-
-def _alone(way: Way, heads: int) -> AttentionChoice:
-    return AttentionChoice(way, (heads,), 16, (16,), KEYS)
+    def _alone(self, way: Way, heads: int) -> AttentionChoice:
+        return AttentionChoice(way, (heads,), 16, (16,), KEYS, bf16=self.bf16)
 
 
 ROWS = (1, 2, 3, 5, 16, 17, 33, 129)  # among so many rows each row is compared with itself among all
@@ -441,21 +459,40 @@ def other_bits(work: Work, x: Tensor, whole: Tensor) -> int:
     return 0
 
 
-def _check_rest(
-    shapes: ModelShapes, kernels: ExactKernels | ExactBf16Kernels, role: ResolvedRole, generator: torch.Generator
-) -> str:
+def _check_rest(shapes: ModelShapes, kernels: ExactKernels, role: ResolvedRole, generator: torch.Generator) -> str:
     """Everything that has one way only: each row alone, and among others, must be the same."""
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(kernels.dtype)
-
     half, words = shapes.head_dim // 2, shapes.vocabulary
     torchs_own: list[tuple[str, int, Work]] = [
         (f"softmax {words}", words, lambda x, _: torch.softmax(x * 4, -1)),
         (f"rotation {half}", half, lambda x, _: torch.cat(((x * 999).cos(), (x * 999).sin()), -1)),
     ]
+    names = _check_rows(kernels, shapes, torchs_own, role, generator)
+    scores = torch.randn(3, kernels.plan.length, generator=generator) * 4
+    seen = torch.rand(3, 1, generator=generator)
+    for keys in range(2 * KEYS, kernels.plan.length + 1, KEYS):
+        # What a row does not see changes nothing: with the last keys unseen, as without them; and so on from there.
+        part = scores[:, :keys].masked_fill(torch.arange(keys) >= (seen * (keys - KEYS)).ceil(), float("-inf"))
+        if not torch.equal(torch.softmax(part, -1)[:2, : keys - KEYS], torch.softmax(part[:2, : keys - KEYS], -1)):
+            raise _refuted(
+                f"softmax over {keys} keys gives other bits than over those of them that are seen, and has no other way"
+            )
+    return ", ".join([*names, f"softmax of {KEYS} to {kernels.plan.length} keys"])
+
+
+def _check_rows(
+    kernels: ExactKernels | ExactBf16Kernels,
+    shapes: ModelShapes,
+    more: list[tuple[str, int, Work]],
+    role: ResolvedRole,
+    generator: torch.Generator,
+) -> list[str]:
+    """What is computed row by row, and ``more``, with each number of threads; returns the names."""
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(kernels.dtype)
+
     names = []
-    for name, width, work in (*row_operations(kernels, shapes, drawn), *torchs_own):
+    for name, width, work in (*row_operations(kernels, shapes, drawn), *more):
         x = drawn(max(5, min(517, 2_000_000 // width)), width)
         expected = work(x, 0)
         for number in sorted({1, torch.get_num_threads()}):
@@ -467,13 +504,4 @@ def _check_rest(
                     f"no other way, in {role.active}"
                 )
         names.append(name)
-    scores = torch.randn(3, kernels.plan.length, generator=generator) * 4
-    seen = torch.rand(3, 1, generator=generator)
-    for keys in range(2 * KEYS, kernels.plan.length + 1, KEYS):
-        # What a row does not see changes nothing: with the last keys unseen, as without them; and so on from there.
-        part = scores[:, :keys].masked_fill(torch.arange(keys) >= (seen * (keys - KEYS)).ceil(), float("-inf"))
-        if not torch.equal(torch.softmax(part, -1)[:2, : keys - KEYS], torch.softmax(part[:2, : keys - KEYS], -1)):
-            raise _refuted(
-                f"softmax over {keys} keys gives other bits than over those of them that are seen, and has no other way"
-            )
-    return ", ".join([*names, f"softmax of {KEYS} to {kernels.plan.length} keys"])
+    return names
