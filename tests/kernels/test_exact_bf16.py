@@ -29,6 +29,7 @@ from mantissa.kernels.exact.plan import Choice
 from mantissa.kernels.products import packed
 from mantissa.model import Decoder, LoraShape, ModelConfig, attach, trained_parameters
 from mantissa.precision import BF16, FP32, PrecisionPolicy, cpu, resolve
+from other_library import OtherLibrary
 
 pytestmark = pytest.mark.usefixtures("bf16_is_own")
 SHAPES = ModelShapes((("layers.0.q_proj", 48, 32), ("layers.0.mlp.gate", 48, 4), ("lm_head", 48, 24)), 4, 2, 16, 24)
@@ -169,6 +170,36 @@ def test_without_products_of_bf16_tensors_the_widened_ones_serve(monkeypatch: py
 class Unsteady(OtherOneDNN):
     def __init__(self) -> None:
         super().__init__(lambda rows, terms: 1 + self.calls * 7 % terms)
+
+
+class UnsteadyWhereSwitched(OtherLibrary):
+    """torch's products of heads, cut elsewhere at every call while oneDNN may multiply them as bf16."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda rows, terms: 1 + self.calls * 7 % terms if self.switched() else terms)
+
+    @staticmethod
+    def switched() -> bool:
+        return str(torch.backends.mkldnn.matmul.fp32_precision) == "bf16"  # type: ignore[attr-defined]
+
+
+def test_attention_falls_back_to_fp32_products() -> None:
+    choice = planned().attention
+    assert (choice.bf16, choice.way) == (True, "tiles")
+    assert "by bf16 products" in str(choice)
+    with UnsteadyWhereSwitched():
+        choice = planned().attention
+    assert (choice.bf16, choice.way) == (False, "tiles")
+    assert choice.why.startswith("tiles by bf16 products differ; ")
+    assert not UnsteadyWhereSwitched.switched()  # and is put back
+
+
+def test_a_plan_of_bf16_attention_is_not_for_operands_in_fp32() -> None:
+    with pytest.raises(ValueError, match="attention is for operands in bf16"):
+        ExactKernels(FP32, planned())
+    both = plan_exact(SHAPES, exactly("bf16").learner, "cpu", None, True)
+    assert not both.attention.bf16
+    assert (32, 48) in both.products
 
 
 @pytest.mark.parametrize("library", ["own", "unsteady"])
