@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mantissa.kernels.exact.kernels import ExactAttention, Planned, cached, product
+from mantissa.kernels.exact.kernels import PART, ExactAttention, Planned, cached, product
 from mantissa.kernels.exact.plan import ExactPlan
 from mantissa.kernels.native import NativeKernels, ProductOf
 from mantissa.precision import BF16, FP32, BlockScaled, NumberFormat, round_to_format
@@ -62,7 +62,10 @@ class ExactBf16Kernels(Planned, NativeKernels):
     ) -> Tensor:
         assert isinstance(weight_FE, Tensor)  # bf16 alone: no codes
         weight_FE = weight_FE if weight_FE.is_mkldnn else self.weight(weight_FE)
-        return ProductOf.apply(x_NE, weight_FE, None if bias_F is None else self.weight(bias_F), self._rounded)
+        bias_F = None if bias_F is None else self.weight(bias_F)
+        if not torch.is_grad_enabled():
+            return self._rounded(x_NE, weight_FE, bias_F)
+        return ProductOf.apply(x_NE, weight_FE, bias_F, self._rounded)
 
     def _rounded(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
         self.plan.check_threads(torch.get_num_threads())
@@ -81,10 +84,11 @@ class ExactBf16Kernels(Planned, NativeKernels):
         return product(x_NE.float(), _dense(weight_VE, torch.float32), self.plan.product(weight_VE.shape))
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        return _RMSNorm.apply(x_NE, self.weight(weight_E), eps)
+        weight_E = self.weight(weight_E)
+        return _RMSNorm.apply(x_NE, weight_E, eps) if torch.is_grad_enabled() else _normed(x_NE, eps)[0] * weight_E
 
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
-        return _SwiGLU.apply(gate_NE, up_NE)
+        return _SwiGLU.apply(gate_NE, up_NE) if torch.is_grad_enabled() else _silu(gate_NE).mul_(up_NE)
 
     def sigmoid(self, x_NE: Tensor) -> Tensor:
         return _Sigmoid.apply(x_NE)
@@ -108,18 +112,19 @@ def _dense(weight_FE: Tensor, dtype: torch.dtype) -> Tensor:
     return (weight_FE.to_dense() if weight_FE.is_mkldnn else weight_FE).to(dtype)
 
 
-def _inverse_rms(x: Tensor, eps: float) -> Tensor:
-    return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+def _normed(x_NE: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """round(x * s), and s = (mean(x^2) + eps)^-1/2 in fp32."""
+    x = x_NE.float()
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x.mul_(scale).bfloat16(), scale
 
 
 class _RMSNorm(torch.autograd.Function):
-    """As ``simulated.RMSNorm``: y = w * n, n = round(x * s), s = (mean(x^2) + eps)^-1/2 in fp32."""
+    """As ``simulated.RMSNorm``: y = round(w * n), n and s as ``_normed`` gives them."""
 
     @staticmethod
     def forward(ctx: Any, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        x = x_NE.float()
-        scale = _inverse_rms(x, eps)
-        normed = x.mul_(scale).bfloat16()
+        normed, scale = _normed(x_NE, eps)
         ctx.save_for_backward(x_NE, weight_E, scale, normed)
         return normed * weight_E
 
@@ -151,8 +156,12 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _silu(gate: Tensor) -> Tensor:
-    wide = gate.float()
-    return torch.div(wide, torch.neg(wide).exp_().add_(1.0), out=wide).bfloat16()
+    out = torch.empty(gate.shape, dtype=torch.bfloat16, device=gate.device)
+    # Part by part, so that the next operation finds in the cache what the last one wrote.
+    for gate_N, out_N in zip(gate.reshape(-1).split(PART), out.view(-1).split(PART), strict=True):
+        wide = gate_N.float()
+        out_N.copy_(torch.div(wide, torch.neg(wide).exp_().add_(1.0), out=wide))
+    return out
 
 
 class _Sigmoid(torch.autograd.Function):

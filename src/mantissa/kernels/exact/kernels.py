@@ -31,7 +31,7 @@ from mantissa.kernels.products import Products
 from mantissa.kernels.simulated import CausalAttention, SimulatedKernels, _Sigmoid, _SwiGLU
 from mantissa.precision import FP32, Fp8Policy, NumberFormat, cpu, round_cached, round_to_format_
 
-_PART = 1 << 19  # values of SwiGLU at a time: 2 MB
+PART = 1 << 19  # values of SwiGLU at a time: 2 MB
 
 
 class Planned:
@@ -95,11 +95,11 @@ class _ExactSwiGLU(_SwiGLU):
     def forward(ctx: Any, gate: Tensor, up: Tensor, fmt: NumberFormat) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.fmt = fmt
-        if gate.numel() <= _PART:
+        if gate.numel() <= PART:
             return _swiglu(gate, up, torch.neg(gate), fmt)
         out = torch.empty(gate.shape, device=gate.device)
         # Part by part, so that the next operation finds in the cache what the last one wrote.
-        for gate_N, up_N, out_N in zip(*(x.reshape(-1).split(_PART) for x in (gate, up, out)), strict=True):
+        for gate_N, up_N, out_N in zip(*(x.reshape(-1).split(PART) for x in (gate, up, out)), strict=True):
             _swiglu(gate_N, up_N, torch.neg(gate_N, out=out_N), fmt)
         return out
 

@@ -11,7 +11,7 @@ begins: each size against one reference size, every row, every column, the numbe
 other bits is left out of the list. What remains assumed is that a library's order depends on a call's shape and number
 of threads alone, and not on the numbers or where they lie in memory (two places are tried).
 
-- ``tiles``: the sizes that agree, of 16, 32, 48, 64, 96, ... rows;
+- ``tiles``: the sizes that agree, of 4, 8, 16, 32, 48, 64, 96, ... rows;
 - ``one tile``: one size only, so that the library never sees another shape: what a run falls back to once;
 - ``fp64``: tiles of sums in float64, rounded to fp32 once. Of half operands they are so nearly exact that their order
   does not reach the result; of fp32 operands it does about once in 2^29 roundings, which is why it comes last.
