@@ -235,6 +235,7 @@ def test_the_exact_policy_of_a_rollout_in_fp8_has_the_same_layers_in_it() -> Non
 SHORT = (*QUICK, "precision=bf16", VLLM, "evaluation=null")
 
 
+@pytest.mark.usefixtures("bf16_is_simulated")
 @pytest.mark.usefixtures("on_stand_in", "with_report")
 def test_a_run_measures_at_its_steps_and_says_so(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     run = train(*SHORT, "steps=4", "rollout.vllm.share_every=3")
