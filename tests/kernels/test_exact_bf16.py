@@ -166,7 +166,11 @@ def test_a_library_whose_rows_depend_on_their_place_is_not_taken(monkeypatch: py
 def test_without_products_of_bf16_tensors_the_widened_ones_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a run that began on another machine, whose table it goes on with."""
     monkeypatch.setattr(cpu, "has_bf16", lambda: False)
-    assert not planned().product((32, 48), bf16=True).bf16
+    plan = planned()
+    choice = plan.product((32, 48), bf16=True)
+    assert not choice.bf16
+    assert choice.why.startswith("this processor has no products of bf16 tensors; ")
+    assert not plan.attention.bf16
 
 
 class Unsteady(OtherOneDNN):

@@ -90,7 +90,9 @@ def plan_exact(
             if present > 1:
                 with threads(1):
                     agree = agree and tried.holds(choice)
-        heads, attention = _planned_attention(shapes, ways, role, generator, own and not simulated_too)
+        heads, attention = _planned_attention(
+            shapes, ways, role, generator, own and not simulated_too and cpu.has_bf16()
+        )
         if present > 1:
             with threads(1):
                 agree = agree and heads.holds(attention)
@@ -173,7 +175,8 @@ class _Product:
         # How the library is called, from the fastest to the safest.
         self.libraries = [Choice("tiles", (), onednn=True)] if packable(size) else []
         self.libraries.append(Choice("tiles", ()))
-        if bf16 and cpu.has_bf16():
+        self.missing = bf16 and not cpu.has_bf16()
+        if bf16 and not self.missing:
             self.libraries.insert(0, Choice("tiles", (), onednn=True, bf16=True))
         self._drawn: dict[bool, _Drawn] = {}
         self.reference_MF, self._reference = torch.empty(0), Choice("tiles", ())
@@ -186,7 +189,7 @@ class _Product:
         return self._drawn[bf16]
 
     def choose(self, what: str, ways: tuple[Way, ...], role: ResolvedRole) -> Choice:
-        failures: list[str] = []
+        failures = ["this processor has no products of bf16 tensors"] if self.missing else []
         for way in ways:
             for library in self.libraries if way != "fp64" else self.libraries[-1:]:
                 found: list[Choice] = []
