@@ -41,7 +41,8 @@ class ModelShapes:
 
     ``products``: name, features in and features out of each matrix. ``heads``, ``kv_heads``, ``head_dim``: of the
     attention. ``vocabulary``: logits of a position. ``length``: positions of the longest sequence. ``rows``: the most
-    positions that one product may have at a time (a micro-batch of the learner, the slots of a rollout).
+    positions that one product may have at a time (a micro-batch of the learner, the slots of a rollout). ``biased``:
+    whether some products have a bias.
     """
 
     products: tuple[tuple[str, int, int], ...]
@@ -51,6 +52,7 @@ class ModelShapes:
     vocabulary: int
     length: int = 256
     rows: int = 4096
+    biased: bool = True
 
     @staticmethod
     def of(
@@ -65,7 +67,8 @@ class ModelShapes:
         if any(name == "lm_head" for name, _, _ in products):
             products = [product for product in products if product[0] != "lm_head (tied)"]
         vocabulary = next(outputs for name, _, outputs in products if name.startswith("lm_head"))
-        return ModelShapes(tuple(products), heads, kv_heads, head_dim, vocabulary, length, rows)
+        biased = any(name.endswith(".bias") for name in weights)
+        return ModelShapes(tuple(products), heads, kv_heads, head_dim, vocabulary, length, rows, biased)
 
     @property
     def sizes(self) -> dict[tuple[int, ...], str]:

@@ -12,7 +12,7 @@ A product of bf16 tensors shows 8 bits of its fp32 sum, which would hide nearly 
 tried cancel: their large terms stand there twice, once with each sign, at random places. What is left, a few small
 terms and what the additions rounded away, has as few digits as bf16 holds, and others in another order. A sum that is
 kept in less than fp32 leaves more, and is refused. The other half do not cancel, and show how the result is rounded.
-All are tried with a bias and without, for the library adds it within its product.
+Where the model has biases all are tried with one as well, for the library adds it within its product.
 
 The numbers are random: two orders of a sum that agree on all of some thousand sums are taken to be one. So the loop
 compares every sampled token's log-prob as well.
@@ -51,6 +51,7 @@ _FEW = (4, 8)  # rows of a decode step that holds a few sequences: 0.6 of the ti
 _TILES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 _OPERATIONS = 8e9  # floating-point operations of the largest tile: larger ones are hardly faster
+_CALLS = 16  # of one size, at most: a call of two threads takes milliseconds on a busy machine, however small it is
 _ENOUGH = 48  # rows of a tile that is large enough not to give up the small ones for larger: few rows are dear in it
 _SMALL: tuple[int, ...] = (8, 8)  # the products by which ``probe`` proves a format; fp8 has its own
 
@@ -84,7 +85,7 @@ def plan_exact(
     with torch.no_grad():
         products: dict[bool, dict[tuple[int, ...], Choice]] = {True: {}, False: {}}
         for bf16, size, names in multiplied:
-            tried = _Product(size, shapes.rows, generator, bf16)
+            tried = _Product(size, shapes, generator, bf16)
             choice = tried.choose(f"the product {names} {size[1]}x{size[0]}", ways, role)
             products[bf16][size] = dataclasses.replace(choice, names=names)
             if present > 1:
@@ -168,9 +169,11 @@ class _Product:
     ``bf16``: operands and result are bf16 tensors; where no tiles of such products agree, fp32 ones of the widened.
     """
 
-    def __init__(self, size: tuple[int, ...], rows: int, generator: torch.Generator, bf16: bool = False) -> None:
-        outputs, inputs = size
-        self.sizes = [n for n in _TILES if n <= 64 or (n < 2 * rows and 2.0 * n * inputs * outputs <= _OPERATIONS)]
+    def __init__(self, size: tuple[int, ...], shapes: ModelShapes, generator: torch.Generator, bf16: bool) -> None:
+        (outputs, inputs), self.biased = size, shapes.biased
+        self.sizes = [
+            n for n in _TILES if n <= 64 or (n < 2 * shapes.rows and 2.0 * n * inputs * outputs <= _OPERATIONS)
+        ]
         self.size, self.generator = size, generator
         # How the library is called, from the fastest to the safest.
         self.libraries = [Choice("tiles", (), onednn=True)] if packable(size) else []
@@ -226,7 +229,7 @@ class _Product:
         """Some rows' results; with a bias's beside them where there is one."""
         x_ME, _, bias_F = self.drawn(choice.bf16)
         plain_MF = product(x_ME[start:stop], weight_FE, choice)
-        if bias_F is None:
+        if bias_F is None or not self.biased:
             return plain_MF
         return torch.cat((plain_MF, product(x_ME[start:stop], weight_FE, choice, bias_F)), 1)
 
@@ -241,7 +244,8 @@ class _Product:
         layout that gives each place the same row's bits gives them at all places too.
         """
         x_ME, placed, _ = self.drawn(choice.bf16)
-        last = len(x_ME) - 1 - (len(x_ME) - 1) % choice.sizes[0]
+        size = choice.sizes[0]
+        last = min(len(x_ME) - 1 - (len(x_ME) - 1) % size, _CALLS * size)
         for start, weight_FE in placed:
             if weight_FE.is_mkldnn and not choice.onednn:
                 continue
