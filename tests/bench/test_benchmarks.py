@@ -40,6 +40,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "moments_step": ((*THREAD, "--rounds", "1"), {}),
     "peak": (("--threads", "1", "--dry"), {"SHAPES": {"square": (64, 64, 64)}}),
     "rollout_vs_generate": ((*THREAD, "--repeats", "1", "--cases", "1", "--dry"), {}),
+    "native_splits": ((*THREAD, "--rounds", "1"), {"ROWS": (1, 16)}),
     "native_bf16": ((*THREAD, "--rounds", "1", "--rows", "1"), {}),
     "simulated_step": ((*THREAD, "--rounds", "1"), {}),
     "waiting": (("--threads", "1", "--busy", "0", "--rounds", "1", "--work", "tiny", "--dry"), {}),

@@ -278,7 +278,7 @@ def _ratios() -> dict[str, float]:
     x, w = torch.randn(_ROWS, _IN, generator=generator), torch.randn(_OUT, _IN, generator=generator)
     codes = [torch.randint(-128, 128, shape, dtype=torch.int8, generator=generator) for shape in (x.shape, w.shape)]
     calls: dict[str, Callable[[], object]] = {"fp32": functools.partial(_product, x, w)}
-    if _has_bf16():
+    if has_bf16():
         calls["bf16"] = functools.partial(_product, x.bfloat16(), w.bfloat16())
     if _exact_integers(*codes):
         calls["int8"] = functools.partial(_integer_product, *codes)
@@ -358,8 +358,10 @@ def heads(way: str, x_NMK: Tensor, y_NKS: Tensor) -> Tensor:
         return torch.bmm(x_NMK, y_NKS)
 
 
-def _has_bf16() -> bool:
+def has_bf16() -> bool:
     """Whether oneDNN has products of bf16 tensors here."""
+    if not torch.backends.mkldnn.is_available():
+        return False
     try:
         _product(torch.ones(16, 16, dtype=torch.bfloat16), torch.ones(16, 16, dtype=torch.bfloat16))
     except RuntimeError:  # "could not create a primitive"
