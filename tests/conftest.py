@@ -34,6 +34,14 @@ def bf16_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "products", lambda: cpu.CpuProducts(1.0))
 
 
+@pytest.fixture
+def bf16_is_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor that multiplies bf16 itself; by this one's library, where it has such products."""
+    if not cpu.has_bf16():
+        pytest.skip("no products of bf16 tensors here")
+    monkeypatch.setattr(cpu, "products", lambda: cpu.CpuProducts(0.5))
+
+
 @pytest.fixture(autouse=True)
 def _strict_promotion() -> Iterator[None]:
     torch.manual_seed(0)

@@ -40,6 +40,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "moments_step": ((*THREAD, "--rounds", "1"), {}),
     "peak": (("--threads", "1", "--dry"), {"SHAPES": {"square": (64, 64, 64)}}),
     "rollout_vs_generate": ((*THREAD, "--repeats", "1", "--cases", "1", "--dry"), {}),
+    "native_splits": ((*THREAD, "--rounds", "1"), {"ROWS": (1, 16)}),
     "native_bf16": ((*THREAD, "--rounds", "1", "--rows", "1"), {}),
     "simulated_step": ((*THREAD, "--rounds", "1"), {}),
     "waiting": (("--threads", "1", "--busy", "0", "--rounds", "1", "--work", "tiny", "--dry"), {}),
@@ -52,7 +53,7 @@ ELSEWHERE = {  # tests of their own; of a real model's size; or what scripts sha
     "doctor_confusion", "doctor_faults", "substitution", "tune", "waltz", "soak", "soak_job", "soak_load",
     "soak_report", "doctor_strangers", "doctor_held_out", "doctor_mistakes", "doctor_healthy", "doctor_many",
     "doctor_partial", "start_pages",
-    "verl_jobs", "verl_rehearsals", "native_beside",
+    "verl_jobs", "verl_rehearsals", "native_beside", "native_limit",
 }  # fmt: skip
 
 
@@ -210,6 +211,16 @@ def test_sampling_is_measured_beside_others_in_processes_of_their_own(pretrained
     found = {(row["contender"], row["metric"]): row["value"] for row in rows}
     assert all(found[name, "prefill seconds"] > 0 for name in names)
     assert found["ours, fp32", "decode step seconds over ours, fp32"] == 1
+
+
+@pytest.mark.variants
+def test_a_decode_steps_limit_and_parts_are_measured(pretrained: Path, tmp_path: Path) -> None:
+    run(tmp_path, "native_limit", "--model", str(pretrained), *THREAD, "--rounds", "1", "--rows", "2")
+    rows = list(map(json.loads, (tmp_path / "native_limit.jsonl").read_text().splitlines()))
+    assert {row["case"] for row in rows} == {"decode step, 2 rows", "prefill, 2 rows"}
+    for row in rows:
+        assert 0 < row["limit"] < row["value"]
+        assert 0 < row["parts"]["products with weights"] < 2 * row["value"]  # under the profiler, beside other tests
 
 
 @pytest.mark.variants

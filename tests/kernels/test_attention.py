@@ -93,6 +93,21 @@ def test_cached_attention_is_the_last_row_of_causal_attention(family: str, group
         assert_close_in_ulps(cached[row].double(), exact, kernels.format, 1.0)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cached_attention_follows_the_lengths_from_step_to_step(family: str) -> None:
+    """One instance, asked as decode steps ask: the same lengths for every layer, other ones at the next step."""
+    kernels = FAMILIES[family]
+    q, k, v = (x.to(kernels.dtype) for x in qkv(kernels.format, 4, 2, 24, rows=3))
+    for values in ([5, 24, 1], [6, 24, 2], [6, 3, 2]):
+        lengths = torch.tensor(values)
+        for keys in (24, 32):  # the cache grows between
+            roomy = [torch.nn.functional.pad(x, (0, 0, 0, keys - 24)) for x in (k, v)]
+            cached = kernels.cached_attention(q[torch.arange(3), :, lengths - 1], *roomy, lengths)
+            for row, length in enumerate(values):
+                exact = attended(*(x[row : row + 1, :, :length].double() for x in (q, k, v)))[0, :, -1]
+                assert_close_in_ulps(cached[row].double(), exact, kernels.format, 1.0)
+
+
 def test_cached_attention_takes_a_strided_query_and_a_coarser_cache() -> None:
     q, k, v = (x.float() for x in qkv(BF16, 4, 2, 9))
     query = q.transpose(1, 2)[:, -1].transpose(1, 2).contiguous().transpose(1, 2)  # B, H, D with swapped strides

@@ -22,7 +22,7 @@ from other_library import OtherLibrary
 SHAPES = ModelShapes(
     (("layers.0.q_proj", 48, 32), ("layers.1.q_proj", 48, 32), ("lm_head", 48, 24)), 4, 2, 16, 24, 96, 128
 )
-ROLE = exactly("bf16").learner
+ROLE = exactly("bf16", backend="simulated").learner
 
 
 def ways(plan: ExactPlan) -> set[str]:
@@ -58,17 +58,17 @@ def cut(*counts: int) -> Callable[[int, int], int]:
 
 LIBRARIES: dict[str, tuple[Callable[[int, int], int], tuple[int, ...], str]] = {
     # few rows by another routine: what is filled up never meets it
-    "gemv": (cut(1, 2, 3), (16, 32, 48, 64, 96, 128, 192), "decode rows by 4, keys by 16"),
+    "gemv": (cut(1, 2, 3), (4, 8, 16, 32, 48, 64, 96, 128, 192), "decode rows by 4, keys by 16"),
     # attention's few rows need more filling up than four
     "few": (cut(*range(1, 16)), (16, 32, 48, 64, 96, 128, 192), "decode rows by 16, keys by 16"),
     # as seen on a two-core Intel machine: equal after 1 to 36 rows, and others at these (of attention's: 32 positions)
-    "seen": (cut(64, 96, 128, 192), (16, 32, 48), "heads, 16 positions or decode rows by 4, keys by 16"),
+    "seen": (cut(64, 96, 128, 192), (4, 8, 16, 32, 48), "heads, 16 positions or decode rows by 4, keys by 16"),
     # 16 rows by another routine than more of them
     "sixteen": (lambda rows, terms: terms if rows > 16 else terms // 2, (64, 96, 128, 192), "decode rows by 32"),
     # a cut that depends on the number of rows: only tiles of one size hold
     "rows": (lambda rows, terms: 1 + rows // 16 % terms, (64,), "16 positions or decode rows by 32, keys by 16"),
     # a cut that depends on the number of terms: short blocks of keys have sums of their own
-    "terms": (lambda rows, terms: max(terms - 120, terms // 4), (16, 32, 48, 64, 96, 128, 192), "keys by 128"),
+    "terms": (lambda rows, terms: max(terms - 120, terms // 4), (4, 8, 16, 32, 48, 64, 96, 128, 192), "keys by 128"),
 }
 
 

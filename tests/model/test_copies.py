@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import ExactKernels, ModelShapes, NativeKernels, SimulatedKernels, plan_exact, probe
+from mantissa.kernels import (
+    ModelShapes,
+    NativeKernels,
+    SimulatedKernels,
+    learner_kernels,
+    plan_exact,
+    probe,
+    rollout_kernels,
+)
 from mantissa.kernels.interface import Kernels
 from mantissa.model import CopiedPolicy, Decoder, ModelConfig
 from mantissa.precision import BF16, FP16, FP32, PrecisionPolicy, Quantized, cpu, resolve
@@ -65,19 +73,23 @@ def test_joined_projections_hold_and_give_what_each_alone_does(config: ModelConf
     assert (outs[0] - outs[1]).abs().max() <= 16 * kernels.format.epsilon * outs[0].abs().max()
 
 
+@pytest.mark.parametrize("backend", ["simulated", "auto"])
 @torch.no_grad()
-def test_exact_kernels_multiply_the_learners_shapes_and_no_joined_one() -> None:
+def test_exact_kernels_multiply_the_learners_shapes_and_no_joined_one(backend: str) -> None:
     """Only those were proven; of packed weights too, where the plan is of oneDNN's products."""
-    role = resolve(PrecisionPolicy.parse({"preset": "bf16", "kernels": "exact"}), "cpu").learner
+    precision = resolve(PrecisionPolicy.parse({"preset": "bf16", "kernels": "exact", "backend": backend}), "cpu")
     weights = masters(NORMED)
-    plan = plan_exact(ModelShapes.of(weights, 4, 2, 128, 64, 64), role, "cpu")
-    laid = copy(NORMED, ExactKernels(BF16, plan, weights_on_grid=True), True)
+    plan = plan_exact(ModelShapes.of(weights, 4, 2, 128, 64, 64), precision.learner, "cpu")
+    laid = copy(NORMED, rollout_kernels(precision, plan), True)
     laid.take(weights)
     assert laid.decoder.model.layers[0].self_attn.joined is None
+    if backend == "auto" and "bf16" in cpu.products().own:
+        weight = laid.decoder.model.layers[0].self_attn.q_proj.weight
+        assert (weight.is_mkldnn, weight.dtype) == (True, torch.bfloat16)
     learner = Decoder(NORMED)
     learner.load_state_dict(weights)
     tokens_BT = torch.randint(0, 64, (2, 9))
-    assert torch.equal(laid.decoder(tokens_BT, laid.kernels), learner(tokens_BT, ExactKernels(BF16, plan)))
+    assert torch.equal(laid.decoder(tokens_BT, laid.kernels), learner(tokens_BT, learner_kernels(precision, plan)))
 
 
 @pytest.mark.parametrize("name", KERNELS)

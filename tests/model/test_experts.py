@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mantissa.kernels import ExactKernels, Kernels, ModelShapes, NativeKernels, SimulatedKernels, plan_exact
+from mantissa.kernels import Kernels, ModelShapes, NativeKernels, SimulatedKernels, learner_kernels, plan_exact
 from mantissa.model import Decoder, LoraShape, ModelConfig, Recorded, Replayed, attach, policy_weights
 from mantissa.model.config import ExpertsShape
 from mantissa.model.decoder import SparseMLP
@@ -140,22 +140,26 @@ def test_an_expert_that_nobody_chose_has_a_gradient_of_zero() -> None:
         assert bool(gradient.any()) == (number in chosen)
 
 
-def plan_of(config: ModelConfig, precision: object) -> ExactKernels:
-    role = resolve(PrecisionPolicy.parse(precision), "cpu").learner
+def exact_kernels(config: ModelConfig, fmt: str) -> Kernels:
+    precision = resolve(PrecisionPolicy(train=fmt, rollout=fmt, kernels="exact"), "cpu")
     weights = dict(Decoder(config).named_parameters())
     shapes = ModelShapes.of(weights, config.num_attention_heads, config.num_key_value_heads, config.head_dim, 64, 128)
-    return ExactKernels(role.active, plan_exact(shapes, role, "cpu"))
+    return learner_kernels(precision, plan_exact(shapes, precision.learner, "cpu"))
 
 
-@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
+@pytest.mark.parametrize("fmt", ["fp32", "bf16", "own bf16"])
 @pytest.mark.parametrize("shared", [0, 40])
-def test_with_exact_kernels_a_position_s_bits_are_its_own(fmt: str, shared: int) -> None:
+def test_with_exact_kernels_a_position_s_bits_are_its_own(
+    fmt: str, shared: int, request: pytest.FixtureRequest
+) -> None:
+    if fmt == "own bf16":
+        request.getfixturevalue("bf16_is_own")
     shape = ExpertsShape(6, 2, 24, True, shared_expert_intermediate_size=shared)
     config = ModelConfig(
         "qwen2_moe" if shared else "qwen3_moe", 40, 32, 48, 1, 4, 2, 16, qk_norm=not shared, qkv_bias=bool(shared),
         initializer_range=0.25, experts=shape,
     )  # fmt: skip
-    kernels, model = plan_of(config, {"preset": fmt, "kernels": "exact"}), Decoder(config).initialize()
+    kernels, model = exact_kernels(config, fmt.removeprefix("own ")), Decoder(config).initialize()
     tokens_BT = torch.randint(0, 40, (5, 37))
     with torch.no_grad():
         whole = model(tokens_BT, kernels)

@@ -35,7 +35,12 @@ def test_bf16_is_the_processors_own_where_it_is_faster(
             backends({"preset": "bf16", "backend": "native"})
     else:
         assert backends({"preset": "bf16", "backend": "native"}) == ["native"] * 3
-    assert backends({"preset": "bf16", "kernels": "exact"}) == ["exact simulated"] * 2 + ["simulated"]
+    assert backends({"preset": "bf16", "kernels": "exact"}) == [f"exact {expected}"] * 2 + [expected]
+    assert backends({"preset": "bf16", "kernels": "exact", "backend": "simulated"})[0] == "exact simulated"
+    beside = PrecisionPolicy(train="fp32", rollout="fp32", reference="bf16", kernels="exact")
+    reference = resolve(beside, "cpu").reference  # computed by the learner's plan, which has none of bf16's products
+    assert reference is not None
+    assert reference.kernels == "exact simulated"
 
 
 def ratios(monkeypatch: pytest.MonkeyPatch) -> cpu.CpuProducts:

@@ -294,7 +294,7 @@ def test_other_devices_are_errors(gpu: pytest.MonkeyPatch) -> None:
     [
         ({"preset": "fp8", "backend": "native"}, (), "backend=native: learner asked for fp8, and cpu has no fp8"),
         ({"preset": "fp8", "backend": "native"}, (8, 9), "backend=native: learner asked for fp8, and cuda has no fp8"),
-        ({"preset": "bf16", "backend": "native", **EXACT}, (), "kernels=exact: on cpu the learner would run on native"),
+        ({"preset": "fp16", "backend": "native", **EXACT}, (), "kernels=exact: on cpu the learner would run on native"),
         ({"preset": "bf16", "backend": "simulated", **EXACT}, (9, 0), "kernels=exact: on cuda the learner would run"),
         ({"preset": "fp16", **EXACT}, (7, 5), "kernels=exact: Test GPU is older than the exact kernels are for"),
     ],

@@ -139,6 +139,7 @@ def test_torchaos_codes_scales_and_values_are_ours_to_the_bit() -> None:
             assert torch.equal(values, found.values)
 
 
+@pytest.mark.usefixtures("bf16_is_simulated")
 @pytest.mark.parametrize("name", SCHEMES)
 def test_learner_and_rollout_multiply_the_same_numbers_and_prove_it(name: str) -> None:
     precision = resolve(PrecisionPolicy(preset=name), "cpu")

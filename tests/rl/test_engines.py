@@ -21,7 +21,7 @@ import torch
 from experiences import experience_of
 from fake_vllm import LLM, Fault, install
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import ExactKernels
+from mantissa.kernels import Planned
 from mantissa.mismatch import ENGINE_METRICS
 from mantissa.precision import Fp8Policy, PrecisionPolicy, resolve
 from mantissa.rl.assemble import Parts
@@ -143,7 +143,7 @@ def share_of(parts: Parts) -> EngineShare:
 def sampled_natively(parts: Parts, temperature: float) -> Experience:
     """What the native engine with the twin's exact kernels samples from the same masters, scored by the learner."""
     kernels = share_of(parts).twin.kernels
-    assert isinstance(kernels, ExactKernels)
+    assert isinstance(kernels, Planned)
     kv_format = parts.precision.kv_cache.active
     engine = NativeEngine(parts.model.config, kernels, kv_format=kv_format, slots=5, max_length=64)
     engine.sync(parts.learner.weights, 3)
@@ -235,6 +235,7 @@ def test_the_exact_policy_of_a_rollout_in_fp8_has_the_same_layers_in_it() -> Non
 SHORT = (*QUICK, "precision=bf16", VLLM, "evaluation=null")
 
 
+@pytest.mark.usefixtures("bf16_is_simulated")
 @pytest.mark.usefixtures("on_stand_in", "with_report")
 def test_a_run_measures_at_its_steps_and_says_so(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     run = train(*SHORT, "steps=4", "rollout.vllm.share_every=3")

@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 
 from mantissa.base.errors import MantissaError
 from mantissa.cli import app
-from mantissa.kernels import ExactKernels, Kernels, NativeKernels, plan_exact
+from mantissa.kernels import ExactBf16Kernels, ExactKernels, Kernels, NativeKernels, Planned, plan_exact
 from mantissa.model import Decoder, ModelConfig, load_model
-from mantissa.precision import E4M3, FP32, PrecisionPolicy, round_to_format
+from mantissa.precision import E4M3, FP32, PrecisionPolicy, cpu, round_to_format
 from mantissa.rl import assemble, exact, replay, session
 from mantissa.rl.experience import Experience, Sequences
 from mantissa.rl.learner import Learner
@@ -110,11 +110,16 @@ def mutated(kind: Any) -> Callable[..., Kernels]:
 
     def build(precision: Any, plan: Any = None) -> Kernels:
         kernels = made(precision, plan)
-        assert isinstance(kernels, ExactKernels)
+        assert isinstance(kernels, Planned)
         kernels.__class__ = kind
         return kernels
 
     return build
+
+
+class SiluOfBf16(ExactBf16Kernels):
+    def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
+        return F.silu(gate_NE) * up_NE * (1 + 2**-6)
 
 
 class LogSoftmax(ExactKernels):
@@ -139,7 +144,8 @@ intermediate_size: 24, max_positions: 64, initializer_range: 0.1}"
 MUTATIONS = [  # numbers of every operation are compared on the way to the last one
     (Silu, "fp32", r"swiglu after model\.layers\.0\.mlp\.up_proj"),
     (PerTensor, "fp8", r"model\.layers\.0\.self_attn\.[qkv]_proj"),
-    (LogSoftmax, "bf16", r"token_logprob"),
+    (LogSoftmax, "fp16", r"token_logprob"),
+    (SiluOfBf16, "bf16", r"swiglu after model\.layers\.0\.mlp\.up_proj"),
     (Weighed, "fp32", r"experts (after|before) model\.layers\.\d\.self_attn\.\w+"),
 ]
 
@@ -153,8 +159,10 @@ def replayed(file: Path) -> tuple[int, str]:
 
 @pytest.mark.parametrize(("kind", "precision", "said"), MUTATIONS, ids=lambda value: getattr(value, "__name__", None))
 def test_what_differs_on_one_side_is_caught_named_and_replayed(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, precision: str, said: str
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, precision: str, said: str, request: Any
 ) -> None:
+    if kind is SiluOfBf16:
+        request.getfixturevalue("bf16_is_own")
     monkeypatch.setattr(exact, "rollout_kernels", mutated(kind))  # what is probed
     monkeypatch.setattr(assemble, "rollout_kernels", mutated(kind))
     if kind is PerTensor:
@@ -433,6 +441,41 @@ def test_a_damaged_case_is_one_clear_error(case_file: Path, tmp_path: Path, dama
     with pytest.raises(MantissaError, match=rf"^{re.escape(str(path))}: ") as caught:
         read_case(path)
     assert len(str(caught.value)) < len(str(path)) + 500
+
+
+class ShakyBf16(ExactBf16Kernels):
+    """The same of a processor's own bf16: the step is sampled again, on weights that were laid out for other calls."""
+
+    def _rounded(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
+        out_NF = super()._rounded(x_NE, weight_FE, bias_F)
+        small = weight_FE.shape == (8, 8)
+        return out_NF if small or self.plan.way != "tiles" else out_NF * (1 + 2**-6)
+
+
+@pytest.mark.usefixtures("bf16_is_own")
+def test_a_run_over_the_processors_own_bf16_is_resumed_to_the_same_bits(
+    train: Train, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = (*EXACT, "precision=bf16", "checkpoint.every=1", "checkpoint.keep=9", "rollout.slots=5")
+    run = train(*recipe)
+    assert [row["exact/mismatched_tokens"] for row in run.read_metrics()] == [0, 0]
+    assert {row["kernels"] for row in run.environment["precision"] if row["role"] in ("learner", "rollout")} == {
+        "exact native"
+    }
+    assert "by bf16 products" in run.environment["exact"][0]
+    before = load_model(run.policy_path).state_dict()
+    shutil.rmtree(run.checkpoint_path(2))
+    monkeypatch.setattr(cpu, "products", lambda: cpu.CpuProducts(1.0))  # elsewhere; what is written in the run holds
+    session.resume(run.path)
+    after = load_model(run.policy_path).state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+    monkeypatch.setattr(cpu, "products", lambda: cpu.CpuProducts(0.5))
+    monkeypatch.setattr(assemble, "rollout_kernels", mutated(ShakyBf16))
+    capsys.readouterr()
+    again = train(*recipe)
+    assert "all kernels compute by one tile from here on, step 1 again" in " ".join(capsys.readouterr().out.split())
+    assert [(row["exact/replans"], row["exact/mismatched_tokens"]) for row in again.read_metrics()] == [(1, 0), (1, 0)]
 
 
 class Shaky(ExactKernels):

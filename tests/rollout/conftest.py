@@ -73,9 +73,9 @@ def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     done: dict[str, list[int]] = {"prefill": [], "decode": []}
     prefill, decode = Generation._prefill_forward, Generation._decode_step
 
-    def prefilled(self: Generation, tokens: torch.Tensor, lengths: torch.Tensor) -> object:
+    def prefilled(self: Generation, tokens: torch.Tensor, lengths: torch.Tensor, padded: bool) -> object:
         done["prefill"].append(int(lengths.sum()))
-        return prefill(self, tokens, lengths)
+        return prefill(self, tokens, lengths, padded)
 
     def decoded(self: Generation) -> object:
         done["decode"].append(self._active)

@@ -99,6 +99,19 @@ def test_a_large_vocabulary_keeps_its_tail() -> None:
         assert draw(probabilities, middle).item() == token
 
 
+@pytest.mark.parametrize("vocabulary", [1, 127, 128, 129, 300, 1024])
+def test_a_sum_in_blocks_draws_what_one_running_sum_does(vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(vocabulary)
+    probabilities = torch.rand(400, vocabulary, generator=generator)
+    probabilities[:, 1:] *= torch.rand(400, vocabulary - 1, generator=generator) < 0.05  # nearly all impossible
+    uniform = torch.rand(400, generator=generator, dtype=torch.float64)
+    sums = probabilities.cumsum(-1, dtype=torch.float64)
+    expected = (sums <= (uniform * sums[:, -1]).unsqueeze(-1)).sum(-1)
+    drawn = draw(probabilities, uniform)
+    assert torch.equal(drawn, expected)
+    assert (probabilities.gather(-1, drawn.unsqueeze(-1)) > 0).all()
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_non_finite_logits_show_in_the_logp(temperature: float) -> None:
     logits = torch.zeros(3, 4)

@@ -16,7 +16,7 @@ from torch import Tensor
 from mantissa.kernels import ExactPlan, Kernels, ModelShapes, learner_kernels, plan_exact, rollout_kernels
 from mantissa.kernels.exact.plan import Way
 from mantissa.model import Decoder, ModelConfig, policy_weights
-from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
+from mantissa.precision import BF16, PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.rl.experience import Sequences
 from mantissa.rl.score import forward
 from mantissa.rollout import NativeEngine, Request, SamplingParams
@@ -49,9 +49,10 @@ def exactly(precision: str, **fields: Any) -> ResolvedPrecision:
 
 
 @functools.cache
-def _probed(shapes: ModelShapes, threads: int, only: Way | None) -> ExactPlan:
-    """One probe serves every format: it looks at fp32 numbers, which are the hardest."""
-    return plan_exact(shapes, exactly("fp32").learner, "cpu", only)
+def _probed(shapes: ModelShapes, threads: int, only: Way | None, own: bool) -> ExactPlan:
+    """One probe serves every format: it looks at fp32 numbers, which are the hardest. Not a processor's own bf16."""
+    role = exactly("bf16" if own else "fp32").learner
+    return plan_exact(shapes, role, "cpu", only)
 
 
 @dataclass
@@ -82,7 +83,8 @@ class Policies:
     ) -> None:
         self.model, self.precision, self.plan = model, precision, plan
         if precision.learner.exact and plan is None:
-            self.plan = _probed(shapes_of(model, length), torch.get_num_threads(), only)
+            own = precision.learner.active is BF16 and precision.learner.backend == "native"
+            self.plan = _probed(shapes_of(model, length), torch.get_num_threads(), only, own)
         self.learner = learner_kernels(precision, self.plan)
         self.rollout = rollout_kernels(precision, self.plan)
         cache = precision.kv_cache.active

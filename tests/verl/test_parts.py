@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.seeds import generator
-from mantissa.kernels import rollout_kernels
+from mantissa.kernels import ExactBf16Kernels, rollout_kernels
 from mantissa.model import Decoder, ModelConfig, byte_tokenizer, save_model
-from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.precision import PrecisionPolicy, cpu, resolve
 from mantissa.rl.exact import exact_plan
 from mantissa.rollout import NativeEngine
 from mantissa.rollout.types import Request
@@ -260,6 +260,21 @@ def test_the_setup_travels_as_text_and_as_bytes(setup: Setup) -> None:
     assert list(weights) == ["w"]
     with pytest.raises(MantissaError, match="two versions"):
         Setup.from_json(json.dumps({"plan": {}}))
+
+
+@pytest.mark.usefixtures("bf16_is_own")
+def test_a_plan_of_a_processors_own_bf16_travels_and_makes_its_kernels(
+    policy: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the rollout's processor has no such products of its own that are faster: the plan is the learner's."""
+    wanted = {"train": "bf16", "rollout": "bf16", "kernels": "exact"}
+    precision = resolve(PrecisionPolicy.parse(wanted), "cpu")
+    setup = Setup(wanted, exact_plan(precision, policy, torch.device("cpu"), 16, 64), torch.get_num_threads(), 16)
+    again = Setup.from_json(setup.to_json())
+    assert again == setup
+    monkeypatch.setattr(cpu, "products", lambda: cpu.CpuProducts(1.0))
+    kernels = rollout_kernels(resolve(PrecisionPolicy.parse(wanted), "cpu"), again.plan)
+    assert isinstance(kernels, ExactBf16Kernels)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ import importlib.util
 from mantissa.base.errors import MantissaError
 from mantissa.kernels.autocast import Autocast, autocast_for, probe_autocast
 from mantissa.kernels.emulated import EmulatedKernels
-from mantissa.kernels.exact.kernels import ExactKernels
+from mantissa.kernels.exact.bf16 import ExactBf16Kernels
+from mantissa.kernels.exact.kernels import ExactKernels, Planned
 from mantissa.kernels.exact.native import ExactNativeKernels, check_invariance
 from mantissa.kernels.exact.plan import WAYS, ExactPlan, ModelShapes, Way
 from mantissa.kernels.exact.probe import plan_exact
@@ -16,7 +17,7 @@ from mantissa.kernels.native import NativeKernels
 from mantissa.kernels.probe import probe
 from mantissa.kernels.simulated import SimulatedKernels
 from mantissa.kernels.trace import Pick, Traced, first_difference, operation
-from mantissa.precision import ResolvedPrecision, ResolvedRole
+from mantissa.precision import BF16, ResolvedPrecision, ResolvedRole
 
 
 def learner_kernels(precision: ResolvedPrecision, plan: ExactPlan | None = None) -> Kernels:
@@ -55,6 +56,8 @@ def _kernels(role: ResolvedRole, precision: ResolvedPrecision, plan: ExactPlan |
     if role.exact and not cuda:
         if plan is None:
             raise ValueError(f"the {role.role}'s kernels are exact: pass the plan that plan_exact made")
+        if plan.bf16 and fmt is BF16 and role.fp8 is None:
+            return ExactBf16Kernels(plan, logits, cache, table, copies)
         return ExactKernels(fmt, plan, logits, copies, cache, role.fp8, table)
     if role.exact:
         return ExactNativeKernels(fmt, logits, role.fp8, cache)
@@ -64,7 +67,8 @@ def _kernels(role: ResolvedRole, precision: ResolvedPrecision, plan: ExactPlan |
 
 
 __all__ = [
-    "WAYS", "Autocast", "EmulatedKernels", "ExactKernels", "ExactPlan", "Kernels", "ModelShapes", "NativeKernels",
-    "Pick", "SimulatedKernels", "Traced", "Way", "autocast_for", "check_invariance", "first_difference",
-    "learner_kernels", "operation", "plan_exact", "probe", "probe_autocast", "reference_kernels", "rollout_kernels",
+    "WAYS", "Autocast", "EmulatedKernels", "ExactBf16Kernels", "ExactKernels", "ExactPlan", "Kernels", "ModelShapes",
+    "NativeKernels", "Pick", "Planned", "SimulatedKernels", "Traced", "Way", "autocast_for", "check_invariance",
+    "first_difference", "learner_kernels", "operation", "plan_exact", "probe", "probe_autocast", "reference_kernels",
+    "rollout_kernels",
 ]  # fmt: skip

@@ -25,6 +25,7 @@ from torch import Tensor
 from mantissa.kernels import products
 from mantissa.kernels.products import Products
 from mantissa.kernels.simulated import (
+    CachedMask,
     CausalAttention,
     Linear,
     Product,
@@ -32,6 +33,7 @@ from mantissa.kernels.simulated import (
     Rotate,
     activation_values,
     cached_probabilities,
+    rotate_fp32,
     weight_values,
 )
 from mantissa.precision import (
@@ -71,6 +73,7 @@ class NativeKernels:
         self.fp8 = fp8
         self.weights_on_grid = copies and fp8 is not None
         self.products = Products("bf16" if fmt is BF16 else "fp32", table)
+        self._mask = CachedMask()
         self._flash_attn = fmt is not FP32 and importlib.util.find_spec("flash_attn") is not None
 
     def weight(self, master: Tensor) -> Tensor:
@@ -180,6 +183,8 @@ class NativeKernels:
         return (x_NE.float() * weight_N.unsqueeze(-1)).to(self.dtype)
 
     def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return rotate_fp32(x_BHTD.float(), cos_BTD, sin_BTD).to(self.dtype)
         return Rotate.apply(x_BHTD.float(), cos_BTD, sin_BTD, FP32).to(self.dtype)
 
     def add(self, x_NE: Tensor, y_NE: Tensor) -> Tensor:
@@ -207,9 +212,13 @@ class NativeKernels:
         return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=grouped)
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
-        with self.products.heads(q_BHD, q_BHD.shape[1] // k_BKSD.shape[1], k_BKSD[0, 0].numel()):
-            p_BKGS = cached_probabilities(q_BHD, k_BKSD, length_B).to(self.dtype)
-        return (p_BKGS @ v_BKSD.to(self.dtype)).reshape(q_BHD.shape)  # a cache may be coarser than the rollout
+        (rows, heads, size), (kv_heads, keys) = q_BHD.shape, k_BKSD.shape[1:3]
+        mask_N1S = self._mask(length_B, kv_heads, keys)
+        with self.products.heads(q_BHD, heads // kv_heads, keys * size):
+            q_NGD = q_BHD.reshape(rows * kv_heads, -1, size)
+            p_NGS = cached_probabilities(q_NGD, k_BKSD.flatten(0, 1), mask_N1S).to(self.dtype)
+        v_NSD = v_BKSD.flatten(0, 1).to(self.dtype)  # a cache may be coarser than the rollout
+        return torch.bmm(p_NGS, v_NSD).view(q_BHD.shape)
 
 
 def _is_int8(fp8: Fp8Policy | None) -> bool:

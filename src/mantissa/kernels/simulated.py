@@ -165,6 +165,7 @@ class SimulatedKernels:
         # Codes of at most 8 bits times a power of two are values of bf16 as well.
         scaled_bf16 = fmt is BF16 and fp8 is not None and fp8.power_of_two
         self._scaled_products = Products("bf16" if scaled_bf16 else "fp32", table)
+        self._mask = CachedMask()
 
     def weight(self, master: Tensor) -> Tensor:
         return master if self.weights_on_grid else round_to_format(master, self.format)
@@ -236,9 +237,12 @@ class SimulatedKernels:
         return CausalAttention.apply(q_BHTD, k_BKTD, v_BKTD, self.format, self.products)
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
-        with self.products.heads(q_BHD, q_BHD.shape[1] // k_BKSD.shape[1], k_BKSD[0, 0].numel()):
-            probabilities = round_to_format_(cached_probabilities(q_BHD, k_BKSD, length_B), self.format)
-            return round_to_format_(probabilities @ v_BKSD, self.format).reshape(q_BHD.shape)
+        (rows, heads, size), (kv_heads, keys) = q_BHD.shape, k_BKSD.shape[1:3]
+        mask_N1S = self._mask(length_B, kv_heads, keys)
+        with self.products.heads(q_BHD, heads // kv_heads, keys * size):
+            q_NGD = q_BHD.reshape(rows * kv_heads, -1, size)
+            p_NGS = round_to_format_(cached_probabilities(q_NGD, k_BKSD.flatten(0, 1), mask_N1S), self.format)
+            return round_to_format_(torch.bmm(p_NGS, v_BKSD.flatten(0, 1)), self.format).view(q_BHD.shape)
 
 
 class Linear(torch.autograd.Function):
@@ -478,12 +482,28 @@ def rotate_fp32(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
     return out
 
 
-def cached_probabilities(q_BHD: Tensor, k_BKSD: Tensor, length_B: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(D)) in fp32 over each row's first ``length_B`` keys. Shape B, K, H/K, S; zero beyond."""
-    rows, heads, size = q_BHD.shape
-    kv_heads, keys = k_BKSD.shape[1], k_BKSD.shape[2]
-    q_BKGD = q_BHD.reshape(rows, kv_heads, heads // kv_heads, size).float()
-    scores = (q_BKGD @ k_BKSD.float().transpose(-1, -2)).mul_(size**-0.5)
-    beyond_BS = torch.arange(keys, device=q_BHD.device) >= length_B.unsqueeze(1)
-    scores = scores.masked_fill_(beyond_BS[:, None, None, :], float("-inf"))
-    return torch.softmax(scores, dim=-1)
+class CachedMask:
+    """-inf where a row's cache goes on beyond its length, 0 before: N,1,S with N = rows x key heads, fp32.
+
+    All layers of a decode step ask for the same one, with the same tensor of lengths: it is made once. That tensor must
+    not be written to afterwards.
+    """
+
+    def __init__(self) -> None:
+        self._of: tuple[Tensor, tuple[int, ...]] | None = None
+        self._mask_N1S = torch.empty(0)
+
+    def __call__(self, length_B: Tensor, kv_heads: int, keys: int) -> Tensor:
+        shape = kv_heads, keys
+        if self._of is None or self._of[0] is not length_B or self._of[1] != shape:
+            beyond_BS = torch.arange(keys, device=length_B.device) >= length_B.unsqueeze(1)
+            mask_BS = torch.zeros(beyond_BS.shape, device=length_B.device).masked_fill_(beyond_BS, float("-inf"))
+            self._of, self._mask_N1S = (length_B, shape), mask_BS.repeat_interleave(kv_heads, 0).unsqueeze(1)
+        return self._mask_N1S
+
+
+def cached_probabilities(q_NGD: Tensor, k_NSD: Tensor, mask_N1S: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(D) + mask) in fp32. N: rows x key heads; G: the queries of a key head. Shape N,G,S."""
+    scale = q_NGD.shape[-1] ** -0.5
+    # Mask and scale enter with the product: at a few rows it is the number of calls that costs.
+    return torch.softmax(torch.baddbmm(mask_N1S, q_NGD.float(), k_NSD.float().transpose(1, 2), alpha=scale), dim=-1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError, nearest
-from mantissa.kernels import ExactKernels, Kernels
+from mantissa.kernels import Kernels, Planned
 from mantissa.kernels.products import joinable, packed
 from mantissa.model.config import ModelConfig
 from mantissa.model.decoder import MLP, Attention, Decoder, Joined, Projection
@@ -109,7 +109,7 @@ class CopiedPolicy:
 
         Never with exact kernels: they multiply by the shapes that the learner has, which alone are proven.
         """
-        if isinstance(self.kernels, ExactKernels):
+        if isinstance(self.kernels, Planned):
             return False
         fp8 = self.kernels.fp8
         same = fp8 is None or len({fp8.quantizes(part.name) for part in block.alike}) == 1

@@ -113,11 +113,18 @@ class Attention(nn.Module):
 
     def forward(self, x_BTE: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend, kernels: Kernels) -> Tensor:
         heads = (*x_BTE.shape[:-1], -1, self.head_dim)
-        q, k, v = (part.view(heads) for part in _project(x_BTE, self.alike, self.joined, kernels))
-        if self.qk_norm:
-            q, k = self.q_norm(q, kernels), self.k_norm(k, kernels)
-        q, k = kernels.rotate(q.transpose(1, 2), cos, sin), kernels.rotate(k.transpose(1, 2), cos, sin)
-        out_BHTD = attend(layer, q, k, v.transpose(1, 2))
+        if self.joined is not None and not self.qk_norm:  # queries and keys lie side by side: turned by one call
+            qkv = kernels.linear(x_BTE, self.joined.weight, self.joined.bias, self.q_proj.name).view(heads)
+            queries, keys = (width // self.head_dim for width in self.joined.widths[:2])
+            turned, v = qkv.transpose(1, 2).split((queries + keys, keys), 1)
+            q, k = kernels.rotate(turned, cos, sin).split((queries, keys), 1)
+        else:
+            q, k, v = (part.view(heads) for part in _project(x_BTE, self.alike, self.joined, kernels))
+            if self.qk_norm:
+                q, k = self.q_norm(q, kernels), self.k_norm(k, kernels)
+            q, k = kernels.rotate(q.transpose(1, 2), cos, sin), kernels.rotate(k.transpose(1, 2), cos, sin)
+            v = v.transpose(1, 2)
+        out_BHTD = attend(layer, q, k, v)
         return self.o_proj(out_BHTD.transpose(1, 2).flatten(2), kernels)
 
 
@@ -202,7 +209,8 @@ class Layer(nn.Module):
             added_BTE = self.mlp(normed_BTE, route, kernels)
         else:
             added_BTE = self.mlp(normed_BTE, kernels)
-        return x_BTE, added_BTE.clone() if added_BTE._is_view() else added_BTE  # FSDP2 warns of a module's view
+        warned = added_BTE.requires_grad and added_BTE._is_view()  # FSDP2 warns of a module's view
+        return x_BTE, added_BTE.clone() if warned else added_BTE
 
 
 class Backbone(nn.Module):

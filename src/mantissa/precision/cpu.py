@@ -163,8 +163,11 @@ def multiply(way: str, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = 
         return F.linear(x_NE, weight_FE, bias_F)
     if not x_NE.numel():
         return x_NE.new_zeros(*x_NE.shape[:-1], weight_FE.shape[0])
-    with switched(way == BF16):
-        return onednn(x_NE if _is_whole(x_NE) else x_NE.contiguous(), weight_FE, bias_F)
+    x_NE = x_NE if _is_whole(x_NE) else x_NE.contiguous()
+    if way != BF16:
+        return onednn(x_NE, weight_FE, bias_F)
+    with switched():
+        return onednn(x_NE, weight_FE, bias_F)
 
 
 def onednn(x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
@@ -275,7 +278,7 @@ def _ratios() -> dict[str, float]:
     x, w = torch.randn(_ROWS, _IN, generator=generator), torch.randn(_OUT, _IN, generator=generator)
     codes = [torch.randint(-128, 128, shape, dtype=torch.int8, generator=generator) for shape in (x.shape, w.shape)]
     calls: dict[str, Callable[[], object]] = {"fp32": functools.partial(_product, x, w)}
-    if _has_bf16():
+    if has_bf16():
         calls["bf16"] = functools.partial(_product, x.bfloat16(), w.bfloat16())
     if _exact_integers(*codes):
         calls["int8"] = functools.partial(_integer_product, *codes)
@@ -355,8 +358,10 @@ def heads(way: str, x_NMK: Tensor, y_NKS: Tensor) -> Tensor:
         return torch.bmm(x_NMK, y_NKS)
 
 
-def _has_bf16() -> bool:
+def has_bf16() -> bool:
     """Whether oneDNN has products of bf16 tensors here."""
+    if not torch.backends.mkldnn.is_available():
+        return False
     try:
         _product(torch.ones(16, 16, dtype=torch.bfloat16), torch.ones(16, 16, dtype=torch.bfloat16))
     except RuntimeError:  # "could not create a primitive"

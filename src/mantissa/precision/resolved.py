@@ -180,7 +180,9 @@ def _resolve_role(
     resolved = _resolve_base(role, requested, policy, device, products)
     if policy.kernels == "fast":
         return resolved
-    exact_on_cpu = resolved.backend == "simulated" or resolved.active is FP32  # fp32 is never simulated
+    # fp32 is never simulated; a plan holds one format's own products, the learner's.
+    own = resolved.active is FP32 or (resolved.active is BF16 and requested == policy.train)
+    exact_on_cpu = resolved.backend == "simulated" or own
     if not (resolved.backend == "native" if device.type == "cuda" else exact_on_cpu):
         raise MantissaError(
             f"precision.kernels=exact: on {device.type} the {role} would run on {resolved.backend} {resolved.name} "
@@ -233,7 +235,7 @@ def _resolve_base(
             )
         why = "asked for: the CPU's own half kernels, whose speed and sum order vary by CPU"
         return ResolvedRole(role, requested, fmt, "native", why)
-    free = fmt is BF16 and policy.backend == "auto" and policy.kernels == "fast"
+    free = fmt is BF16 and policy.backend == "auto" and (policy.kernels == "fast" or requested == policy.train)
     own = (cpu.products() if products is None else products) if free else None
     if own is not None and "bf16" in own.own:
         why = "this CPU multiplies bf16 itself, faster than fp32; fp32 sums, each result rounded once"

@@ -71,7 +71,9 @@ def exact_plan(
     if device.type != "cpu":
         check_invariance(rollout_kernels(precision), shapes, device)
         return None
-    return plan_exact(shapes, precision.learner, device, only)
+    learner, reference = precision.learner, precision.reference
+    other = reference is not None and (reference.active, reference.fp8) != (learner.active, learner.fp8)
+    return plan_exact(shapes, learner, device, only, other)
 
 
 def exact_policy(policy: PrecisionPolicy) -> PrecisionPolicy:

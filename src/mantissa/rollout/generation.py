@@ -283,7 +283,7 @@ class Generation:
             tokens_PT[row, : len(prompt)] = torch.tensor(prompt)
         lengths_P = torch.tensor(lengths, device=self.device)
         self._watch([waiting for _, waiting in batch], lambda row: _prompt_in(row, lengths[row]))
-        kv, logits_PV = self._prefill_forward(tokens_PT.to(self.device), lengths_P)
+        kv, logits_PV = self._prefill_forward(tokens_PT.to(self.device), lengths_P, min(lengths) < longest)
         routes: list[_Route] = []
         if self._route is not None:
             whole = _split(self._route.take(), [longest] * len(batch))
@@ -294,13 +294,12 @@ class Generation:
         rows = np.repeat(np.arange(len(batch)), [len(waiting) for _, waiting in batch])
         return _Prefilled(kv, logits_PV, lengths_P, jobs, rows, routes)
 
-    def _prefill_forward(self, tokens_PT: Tensor, lengths_P: Tensor) -> tuple[Tensor, Tensor]:
+    def _prefill_forward(self, tokens_PT: Tensor, lengths_P: Tensor, padded: bool) -> tuple[Tensor, Tensor]:
         """Keys and values of right-padded prompts (zeros where padded), and the logits after each prompt's end."""
         config, (prompts, longest) = self.model.config, tokens_PT.shape
         shape = (2, config.num_hidden_layers, prompts, config.num_key_value_heads, longest, config.head_dim)
         kv_2LPKTD = torch.empty(shape, dtype=self.kernels.dtype, device=self.device)
         positions_1T = torch.arange(longest, device=self.device).unsqueeze(0)
-        padding_P1T1 = (positions_1T >= lengths_P.unsqueeze(1))[:, None, :, None]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             k, v = round_cached(k, self.kv_format), round_cached(v, self.kv_format)
@@ -309,7 +308,8 @@ class Generation:
 
         hidden_PTE = self.model.hidden(tokens_PT, self.kernels, positions_1T, attend, self._route)
         last_PE = hidden_PTE[torch.arange(prompts, device=self.device), lengths_P - 1]
-        kv_2LPKTD.masked_fill_(padding_P1T1, 0.0)
+        if padded:
+            kv_2LPKTD.masked_fill_((positions_1T >= lengths_P.unsqueeze(1))[:, None, :, None], 0.0)
         return kv_2LPKTD, self.model.logits(last_PE, self.kernels)
 
     def _close(self, holes: np.ndarray) -> None:

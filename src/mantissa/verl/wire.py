@@ -46,7 +46,7 @@ class Setup:
     def to_json(self) -> str:
         plan = None if self.plan is None else dataclasses.asdict(self.plan)
         if plan is not None:
-            for field in ("products", "names"):
+            for field in ("products", "bf16"):
                 plan[field] = [[list(size), value] for size, value in plan[field].items()]
         return json.dumps(dict(vars(self)) | {"policy": dict(self.policy), "plan": plan})
 
@@ -57,10 +57,11 @@ class Setup:
             values = parse_json(text.encode() if isinstance(text, str) else text)
             plan = values["plan"]
             if plan is not None:
-                products = {tuple(size): _choice(Choice, each) for size, each in plan["products"]}
-                names = {tuple(size): name for size, name in plan["names"]}
+                products, bf16 = (
+                    {tuple(size): _choice(Choice, each) for size, each in plan[field]} for field in ("products", "bf16")
+                )
                 attention, threads = _choice(AttentionChoice, plan["attention"]), tuple(plan["threads"])
-                plan = ExactPlan(products, attention, names, plan["checked"], threads, plan["length"])
+                plan = ExactPlan(products, attention, bf16, plan["checked"], threads, plan["length"])
             return Setup(values["policy"], plan, values["threads"], values["length"])
 
     def to_tensor(self) -> Tensor:

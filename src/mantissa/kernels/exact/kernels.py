@@ -31,10 +31,16 @@ from mantissa.kernels.products import Products
 from mantissa.kernels.simulated import CausalAttention, SimulatedKernels, _Sigmoid, _SwiGLU
 from mantissa.precision import FP32, Fp8Policy, NumberFormat, cpu, round_cached, round_to_format_
 
-_PART = 1 << 19  # values of SwiGLU at a time: 2 MB
+PART = 1 << 19  # values of SwiGLU at a time: 2 MB
 
 
-class ExactKernels(SimulatedKernels):
+class Planned:
+    """Exact kernels on a CPU: what they compute a product or attention by is ``plan``'s choice."""
+
+    plan: ExactPlan
+
+
+class ExactKernels(Planned, SimulatedKernels):
     """The operations in ``fmt``, fp32 included, on fp32 tensors, by the calls that ``plan`` allows. See ``Kernels``.
 
     ``kv_format``: what keys and values are rounded to before anything attends to them: the cache's format, in training
@@ -52,6 +58,8 @@ class ExactKernels(SimulatedKernels):
         table: cpu.CpuProducts | None = None,
     ) -> None:
         super().__init__(fmt, logits_format, weights_on_grid, fp8, table)
+        if plan.attention.bf16:
+            raise ValueError("the exact plan's attention is for operands in bf16: it was made for another role")
         self.plan = plan
         self.kv_format = kv_format or fmt
 
@@ -87,11 +95,11 @@ class _ExactSwiGLU(_SwiGLU):
     def forward(ctx: Any, gate: Tensor, up: Tensor, fmt: NumberFormat) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.fmt = fmt
-        if gate.numel() <= _PART:
+        if gate.numel() <= PART:
             return _swiglu(gate, up, torch.neg(gate), fmt)
         out = torch.empty(gate.shape, device=gate.device)
         # Part by part, so that the next operation finds in the cache what the last one wrote.
-        for gate_N, up_N, out_N in zip(*(x.reshape(-1).split(_PART) for x in (gate, up, out)), strict=True):
+        for gate_N, up_N, out_N in zip(*(x.reshape(-1).split(PART) for x in (gate, up, out)), strict=True):
             _swiglu(gate_N, up_N, torch.neg(gate_N, out=out_N), fmt)
         return out
 
@@ -102,10 +110,11 @@ def _swiglu(gate: Tensor, up: Tensor, negated: Tensor, fmt: NumberFormat) -> Ten
     return round_to_format_(round_to_format_(silu, fmt).mul_(up), fmt)
 
 
-def product(x_NE: Tensor, weight_FE: Tensor, choice: Choice) -> Tensor:
+def product(x_NE: Tensor, weight_FE: Tensor, choice: Choice, bias_F: Tensor | None = None) -> Tensor:
     """x @ weight^T in fp32, any leading shape, in the tiles chosen. To be called without gradients.
 
-    ``weight_FE`` may be packed (``products.packed``), which is what oneDNN reads fastest.
+    ``weight_FE`` may be packed (``products.packed``), which is what oneDNN reads fastest. Where the choice is bf16's,
+    all are bf16 tensors, and x @ weight^T + bias is rounded once; elsewhere there is no ``bias_F``.
     """
     x_ME, wide = x_NE.reshape(-1, x_NE.shape[-1]), choice.way == "fp64"
     if weight_FE.is_mkldnn and not choice.onednn:
@@ -113,7 +122,7 @@ def product(x_NE: Tensor, weight_FE: Tensor, choice: Choice) -> Tensor:
     if wide:
         weight_FE = weight_FE.double()
     if len(x_ME) in choice.sizes and not wide:
-        out_MF = _tile(x_ME, weight_FE, choice)
+        out_MF = _tile(x_ME, weight_FE, choice, bias_F)
     else:
         out_MF = x_ME.new_empty(len(x_ME), weight_FE.shape[0])
         for start, stop, size in pieces(len(x_ME), choice.sizes):
@@ -124,13 +133,15 @@ def product(x_NE: Tensor, weight_FE: Tensor, choice: Choice) -> Tensor:
             if stop - start < size:
                 tile_RE = torch.cat((tile_RE, tile_RE.new_zeros(size - (stop - start), x_ME.shape[1])))
             # From float64: rounded once.
-            out_MF[start:stop].copy_(_tile(tile_RE, weight_FE, choice)[: stop - start])
+            out_MF[start:stop].copy_(_tile(tile_RE, weight_FE, choice, bias_F)[: stop - start])
     # No view where none is needed: FSDP2 warns of a module that returns one.
     return out_MF if x_NE.dim() == 2 else out_MF.view(*x_NE.shape[:-1], -1)
 
 
-def _tile(tile_RE: Tensor, weight_FE: Tensor, choice: Choice) -> Tensor:
-    return cpu.onednn(tile_RE.contiguous(), weight_FE) if choice.onednn else torch.mm(tile_RE, weight_FE.t())
+def _tile(tile_RE: Tensor, weight_FE: Tensor, choice: Choice, bias_F: Tensor | None) -> Tensor:
+    if choice.onednn:
+        return cpu.onednn(tile_RE.contiguous(), weight_FE, bias_F)
+    return torch.mm(tile_RE, weight_FE.t())
 
 
 KEYS = 16  # the fewest keys of a block: the widest vector of a CPU, so that a softmax's lanes stay the same
@@ -266,6 +277,11 @@ def batched(x_NMK: Tensor, y_NKS: Tensor, choice: AttentionChoice) -> Tensor:
     """x @ y for each of N heads, in calls of as many heads as the plan allows; in float64 where it says so."""
     if choice.way == "fp64":
         return torch.bmm(x_NMK.double(), y_NKS.double()).float()
+    with cpu.switched(choice.bf16):
+        return _batched(x_NMK, y_NKS, choice)
+
+
+def _batched(x_NMK: Tensor, y_NKS: Tensor, choice: AttentionChoice) -> Tensor:
     if len(x_NMK) in choice.heads:
         return torch.bmm(x_NMK, y_NKS)
     out = x_NMK.new_empty(len(x_NMK), x_NMK.shape[1], y_NKS.shape[2])

@@ -11,7 +11,7 @@ begins: each size against one reference size, every row, every column, the numbe
 other bits is left out of the list. What remains assumed is that a library's order depends on a call's shape and number
 of threads alone, and not on the numbers or where they lie in memory (two places are tried).
 
-- ``tiles``: the sizes that agree, of 16, 32, 48, 64, 96, ... rows;
+- ``tiles``: the sizes that agree, of 4, 8, 16, 32, 48, 64, 96, ... rows;
 - ``one tile``: one size only, so that the library never sees another shape: what a run falls back to once;
 - ``fp64``: tiles of sums in float64, rounded to fp32 once. Of half operands they are so nearly exact that their order
   does not reach the result; of fp32 operands it does about once in 2^29 roundings, which is why it comes last.
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,7 +41,8 @@ class ModelShapes:
 
     ``products``: name, features in and features out of each matrix. ``heads``, ``kv_heads``, ``head_dim``: of the
     attention. ``vocabulary``: logits of a position. ``length``: positions of the longest sequence. ``rows``: the most
-    positions that one product may have at a time (a micro-batch of the learner, the slots of a rollout).
+    positions that one product may have at a time (a micro-batch of the learner, the slots of a rollout). ``biased``:
+    whether some products have a bias.
     """
 
     products: tuple[tuple[str, int, int], ...]
@@ -51,6 +52,7 @@ class ModelShapes:
     vocabulary: int
     length: int = 256
     rows: int = 4096
+    biased: bool = True
 
     @staticmethod
     def of(
@@ -65,18 +67,37 @@ class ModelShapes:
         if any(name == "lm_head" for name, _, _ in products):
             products = [product for product in products if product[0] != "lm_head (tied)"]
         vocabulary = next(outputs for name, _, outputs in products if name.startswith("lm_head"))
-        return ModelShapes(tuple(products), heads, kv_heads, head_dim, vocabulary, length, rows)
+        biased = any(name.endswith(".bias") for name in weights)
+        return ModelShapes(tuple(products), heads, kv_heads, head_dim, vocabulary, length, rows, biased)
 
     @property
     def sizes(self) -> dict[tuple[int, ...], str]:
         """Names of the distinct products, by (features out, features in), which is their weight's shape."""
-        names: dict[tuple[int, ...], list[str]] = {}
-        for name, inputs, outputs in self.products:
-            short = name.rsplit(".", 1)[-1]
-            known = names.setdefault((outputs, inputs), [])
-            if short not in known:
-                known.append(short)
-        return {size: ", ".join(known) for size, known in names.items()}
+        return _by_shape(self.products)
+
+    @property
+    def wide(self) -> dict[tuple[int, ...], str]:
+        """The same of those whose result is fp32 in every format: logits, and what a router chooses experts by."""
+        return _by_shape(product for product in self.products if _is_wide(product[0]))
+
+    @property
+    def rounded(self) -> dict[tuple[int, ...], str]:
+        """The same of all others, whose result is rounded to the format."""
+        return _by_shape(product for product in self.products if not _is_wide(product[0]))
+
+
+def _is_wide(name: str) -> bool:
+    return name.startswith("lm_head") or name.endswith(".mlp.gate")
+
+
+def _by_shape(products: Iterable[tuple[str, int, int]]) -> dict[tuple[int, ...], str]:
+    names: dict[tuple[int, ...], list[str]] = {}
+    for name, inputs, outputs in products:
+        short = name.rsplit(".", 1)[-1]
+        known = names.setdefault((outputs, inputs), [])
+        if short not in known:
+            known.append(short)
+    return {size: ", ".join(known) for size, known in names.items()}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -100,16 +121,21 @@ def pieces(count: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int, int], ..
 class Choice:
     """How a product is computed: the ``sizes`` of its tiles in rows, ascending, and why these and no others.
 
-    ``onednn``: by oneDNN's product instead of the one behind ``torch.mm``.
+    ``onednn``: by oneDNN's product instead of the one behind ``torch.mm``. ``bf16``: by its product of bf16 tensors,
+    with a result that is rounded to bf16; else operands are fp32 tensors, and so is the result. ``names``: of the
+    products that have this shape.
     """
 
     way: Way
     sizes: tuple[int, ...]
     why: str = "not probed"
     onednn: bool = False
+    bf16: bool = False
+    names: str = ""
 
     def __str__(self) -> str:
-        return f"{self.way} of {_listed(self.sizes)} rows{' by oneDNN' if self.onednn else ''}"
+        by = " by bf16 products" if self.bf16 else " by oneDNN" if self.onednn else ""
+        return f"{self.way} of {_listed(self.sizes)} rows{by}"
 
 
 @dataclass(frozen=True)
@@ -118,7 +144,8 @@ class AttentionChoice:
 
     ``heads``: how many (sequence, key head) pairs a call may hold, ascending. ``rows``: a decode step's queries of one
     key head are filled up to a multiple of it. ``positions``: of queries that training takes at a time. ``keys``: a
-    number of keys is rounded up to a multiple of it.
+    number of keys is rounded up to a multiple of it. ``bf16``: its products are of fp32 tensors that hold bf16's values
+    and are multiplied as such, with fp32 results.
     """
 
     way: Way
@@ -127,11 +154,13 @@ class AttentionChoice:
     positions: tuple[int, ...]
     keys: int
     why: str = "not probed"
+    bf16: bool = False
 
     def __str__(self) -> str:
+        by = " by bf16 products" if self.bf16 else ""
         return (
             f"{self.way} of {_listed(self.heads)} heads, {_listed(self.positions)} positions or decode rows by "
-            f"{self.rows}, keys by {self.keys}"
+            f"{self.rows}, keys by {self.keys}{by}"
         )
 
 
@@ -143,13 +172,14 @@ def _listed(sizes: tuple[int, ...]) -> str:
 class ExactPlan:
     """The calls that hold on this machine: ``products`` by the shape of the weight, ``attention``, and the evidence.
 
-    ``names``: of the products. ``checked``: what else was found to be row-invariant, and over what. ``threads``: the
-    numbers of threads that it holds for; none given: any. ``length``: keys that one query may see; 0: any number.
+    ``bf16``: products whose operands and result are bf16 tensors, by the shape of the weight; none where bf16 is
+    simulated. ``checked``: what else was found to be row-invariant, and over what. ``threads``: the numbers of threads
+    that it holds for; none given: any. ``length``: keys that one query may see; 0: any number.
     """
 
     products: Mapping[tuple[int, ...], Choice]
     attention: AttentionChoice
-    names: Mapping[tuple[int, ...], str] = dataclasses.field(default_factory=dict)
+    bf16: Mapping[tuple[int, ...], Choice] = dataclasses.field(default_factory=dict)
     checked: str = ""
     threads: tuple[int, ...] = ()
     length: int = 0
@@ -157,7 +187,8 @@ class ExactPlan:
     @property
     def way(self) -> Way:
         """The fastest way in it: a plan can be made safer as long as this is not ``fp64``."""
-        return min((self.attention.way, *(choice.way for choice in self.products.values())), key=WAYS.index)
+        ways = (choice.way for choice in (*self.products.values(), *self.bf16.values()))
+        return min((self.attention.way, *ways), key=WAYS.index)
 
     def check_threads(self, threads: int) -> None:
         """``MantissaError`` where torch's number of threads is one that was not tried."""
@@ -175,9 +206,12 @@ class ExactPlan:
                 f"and here are {keys}; this is a mistake of whoever planned them: please report it"
             )
 
-    def product(self, size: tuple[int, ...]) -> Choice:
-        """The choice for a weight of this shape; ``ValueError`` where the plan was made for another model."""
-        choice = self.products.get(size)
+    def product(self, size: tuple[int, ...], bf16: bool = False) -> Choice:
+        """The choice for a weight of this shape; ``ValueError`` where the plan was made for another model.
+
+        ``bf16``: with operands and result that are bf16 tensors.
+        """
+        choice = (self.bf16 if bf16 else self.products).get(size)
         if choice is None:
             raise ValueError(f"the exact plan has no product of shape {tuple(size)}: it was made for another model")
         return choice
@@ -185,9 +219,9 @@ class ExactPlan:
     def lines(self) -> list[str]:
         """What was chosen, and why, for the screen: products that share both are one line."""
         groups: dict[tuple[str, str], list[str]] = {}
-        for size, choice in self.products.items():
-            if size in self.names:
-                what = f"{self.names[size]} {size[1]}x{size[0]}"
+        for size, choice in (*self.bf16.items(), *self.products.items()):
+            if choice.names:
+                what = f"{choice.names} {size[1]}x{size[0]}"
                 groups.setdefault((str(choice), choice.why), []).append(what)
         lines = [f"products {'; '.join(names)}: {choice}: {why}" for (choice, why), names in groups.items()]
         lines.append(f"attention: {self.attention}: {self.attention.why}")

@@ -8,6 +8,12 @@ that does not is not used. What has no second way (norms, SwiGLU, softmax, rotat
 
 Whether one thread gives these very bits too is tried as well: where it does, the plan holds for both numbers.
 
+A product of bf16 tensors shows 8 bits of its fp32 sum, which would hide nearly every other order. So half of the sums
+tried cancel: their large terms stand there twice, once with each sign, at random places. What is left, a few small
+terms and what the additions rounded away, has as few digits as bf16 holds, and others in another order. A sum that is
+kept in less than fp32 leaves more, and is refused. The other half do not cancel, and show how the result is rounded.
+Where the model has biases all are tried with one as well, for the library adds it within its product.
+
 The numbers are random: two orders of a sum that agree on all of some thousand sums are taken to be one. So the loop
 compares every sampled token's log-prob as well.
 """
@@ -25,24 +31,41 @@ from torch import Tensor
 
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import probe as probes
-from mantissa.kernels.exact.kernels import BLOCK, KEYS, ExactAttention, ExactKernels, batched, cached, causal, product
+from mantissa.kernels.exact.bf16 import ExactBf16Kernels
+from mantissa.kernels.exact.kernels import (
+    BLOCK,
+    KEYS,
+    ExactAttention,
+    ExactKernels,
+    batched,
+    cached,
+    causal,
+    product,
+)
 from mantissa.kernels.exact.plan import WAYS, AttentionChoice, Choice, ExactPlan, ModelShapes, Way
 from mantissa.kernels.interface import Kernels
 from mantissa.kernels.products import Products, packable, packed
-from mantissa.precision import FP32, ResolvedRole
+from mantissa.precision import BF16, FP32, ResolvedRole, cpu, round_to_format
 
+_FEW = (4, 8)  # rows of a decode step that holds a few sequences: 0.6 of the time of 16 (576 x 1536, Zen 5)
 _TILES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 _OPERATIONS = 8e9  # floating-point operations of the largest tile: larger ones are hardly faster
+_CALLS = 16  # of one size, at most: a call of two threads takes milliseconds on a busy machine, however small it is
 _ENOUGH = 48  # rows of a tile that is large enough not to give up the small ones for larger: few rows are dear in it
 _SMALL: tuple[int, ...] = (8, 8)  # the products by which ``probe`` proves a format; fp8 has its own
 
 
 def plan_exact(
-    shapes: ModelShapes, role: ResolvedRole, device: torch.device | str, only: Way | None = None
+    shapes: ModelShapes,
+    role: ResolvedRole,
+    device: torch.device | str,
+    only: Way | None = None,
+    simulated_too: bool = False,
 ) -> ExactPlan:
     """Probe this machine over ``shapes`` and choose. ``only`` asks for one way and no faster one.
 
+    ``simulated_too``: the plan of a role in the processor's own bf16 serves a simulated one beside it as well.
     Torch's number of threads is restored. ``MantissaError`` where not even the last way gives equal rows.
     """
     device = torch.device(device)
@@ -52,26 +75,35 @@ def plan_exact(
         raise ValueError(f"only={only!r}: expected one of {', '.join(WAYS)}")
     started = time.perf_counter()
     generator = torch.Generator().manual_seed(0)
-    sizes = {**shapes.sizes, _SMALL: "", **({} if role.fp8 is None else {probes.WEIGHT: ""})}
+    own = role.active is BF16 and role.backend == "native"
+    small = {_SMALL: "", **({} if role.fp8 is None else {probes.WEIGHT: ""})}
+    wide = shapes.wide if own and not simulated_too else shapes.sizes
+    multiplied = [(False, *each) for each in (wide | small).items()]
+    multiplied += [(True, *each) for each in (shapes.rounded | small).items()] if own else []
     ways = WAYS if only is None else (only,)
     present, agree = torch.get_num_threads(), True
     with torch.no_grad():
-        products: dict[tuple[int, ...], Choice] = {}
-        for size, names in sizes.items():
-            probed = _Product(size, shapes.rows, generator)
-            products[size] = probed.choose(f"the product {names} {size[1]}x{size[0]}", ways, role)
+        products: dict[bool, dict[tuple[int, ...], Choice]] = {True: {}, False: {}}
+        for bf16, size, names in multiplied:
+            tried = _Product(size, shapes, generator, bf16)
+            choice = tried.choose(f"the product {names} {size[1]}x{size[0]}", ways, role)
+            products[bf16][size] = dataclasses.replace(choice, names=names)
             if present > 1:
                 with threads(1):
-                    agree = agree and probed.holds(products[size])
-        heads = _Attention(shapes, generator)
-        attention = heads.choose(ways, role)
+                    agree = agree and tried.holds(choice)
+        heads, attention = _planned_attention(
+            shapes, ways, role, generator, own and not simulated_too and cpu.has_bf16()
+        )
         if present > 1:
             with threads(1):
                 agree = agree and heads.holds(attention)
         proven = tuple(sorted({1, present})) if agree else (present,)
         length = -(-shapes.length // BLOCK) * BLOCK  # attention rounds a number of keys up to a block at most
-        plan = ExactPlan(products, attention, shapes.sizes, "", proven, length)
-        checked = _check_rest(shapes, ExactKernels(FP32, plan), role, generator)
+        plan = ExactPlan(products[False], attention, products[True], "", proven, length)
+        wide_plan = dataclasses.replace(plan, attention=dataclasses.replace(attention, bf16=False))
+        checked = _check_rest(shapes, ExactKernels(FP32, wide_plan), role, generator)
+        if own:  # whose operations begin with fp32's, and round
+            _check_rows(ExactBf16Kernels(plan), shapes, [], role, generator)
     numbers, seconds = " and ".join(map(str, proven)), time.perf_counter() - started
     checked = f"row-invariant too: {checked}; {numbers} threads; probed in {seconds:.1f} s"
     return dataclasses.replace(plan, checked=checked)
@@ -101,29 +133,72 @@ def _why(left_out: list[str]) -> str:
     return f"all shapes tried agree but {', '.join(left_out)}" if left_out else "all shapes tried agree"
 
 
-class _Product:
-    """One product's tiles. Rows are drawn once; row r of the reference stands in no tile twice at the same place."""
+class _Drawn(NamedTuple):
+    """Rows, the ways in which they are called (the row that a call begins with, and its weight), and a bias."""
 
-    def __init__(self, size: tuple[int, ...], rows: int, generator: torch.Generator) -> None:
-        outputs, inputs = size
-        self.sizes = [n for n in _TILES if n <= 64 or (n < 2 * rows and 2.0 * n * inputs * outputs <= _OPERATIONS)]
-        self.x_ME = torch.randn(self.sizes[-1] + 1, inputs, generator=generator)
-        shifted = torch.randn(outputs * inputs + 1, generator=generator)[1:].view(outputs, inputs)
-        aligned = shifted.clone()
-        # The row that a call begins with, and its weight: as it is, elsewhere in memory, and in oneDNN's own layout.
-        placed = ((0, aligned), (1, shifted))
-        self.calls = {False: placed, True: (*placed, (0, packed(aligned)))}
-        self.libraries = (True, False) if packable(size) else (False,)
+    x_ME: Tensor
+    placed: tuple[tuple[int, Tensor], ...]
+    bias_F: Tensor | None = None
+
+    @staticmethod
+    def of(x_ME: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> _Drawn:
+        """The weight as it is, elsewhere in memory, and in oneDNN's own layout."""
+        shifted = weight_FE.new_empty(weight_FE.numel() + 1)[1:].view(weight_FE.shape).copy_(weight_FE)
+        return _Drawn(x_ME, ((0, weight_FE), (1, shifted), (0, packed(weight_FE))), bias_F)
+
+
+def _drawn_fp32(rows: int, size: tuple[int, ...], generator: torch.Generator) -> _Drawn:
+    return _Drawn.of(torch.randn(rows, size[1], generator=generator), torch.randn(size, generator=generator))
+
+
+def _drawn_bf16(rows: int, size: tuple[int, ...], generator: torch.Generator) -> _Drawn:
+    """Values of bf16 such that every second row's sums cancel but for a few small terms, and a bias as small."""
+    (outputs, inputs), small = size, 2.0**-18
+    pairs = (inputs - max(1, inputs // 4)) // 2
+    x_ME, weight_FE = torch.randn(rows, inputs, generator=generator), torch.randn(size, generator=generator)
+    weight_FE[:, pairs : 2 * pairs] = -weight_FE[:, :pairs]
+    x_ME[::2, pairs : 2 * pairs] = x_ME[::2, :pairs]
+    x_ME[::2, 2 * pairs :] *= small
+    order, bias_F = torch.randperm(inputs, generator=generator), torch.randn(outputs, generator=generator) * small
+    return _Drawn.of(x_ME[:, order].bfloat16(), weight_FE[:, order].bfloat16(), bias_F.bfloat16())
+
+
+class _Product:
+    """One product's tiles. Rows are drawn once; row r of the reference stands in no tile twice at the same place.
+
+    ``bf16``: operands and result are bf16 tensors; where no tiles of such products agree, fp32 ones of the widened.
+    """
+
+    def __init__(self, size: tuple[int, ...], shapes: ModelShapes, generator: torch.Generator, bf16: bool) -> None:
+        (outputs, inputs), self.biased = size, shapes.biased
+        self.sizes = [
+            n for n in _TILES if n <= 64 or (n < 2 * shapes.rows and 2.0 * n * inputs * outputs <= _OPERATIONS)
+        ]
+        self.size, self.generator = size, generator
+        # How the library is called, from the fastest to the safest.
+        self.libraries = [Choice("tiles", (), onednn=True)] if packable(size) else []
+        self.libraries.append(Choice("tiles", ()))
+        self.missing = bf16 and not cpu.has_bf16()
+        if bf16 and not self.missing:
+            self.libraries.insert(0, Choice("tiles", (), onednn=True, bf16=True))
+        self._drawn: dict[bool, _Drawn] = {}
         self.reference_MF, self._reference = torch.empty(0), Choice("tiles", ())
 
+    def drawn(self, bf16: bool) -> _Drawn:
+        """The operands in fp32 or bf16; drawn where they are needed."""
+        if bf16 not in self._drawn:
+            draw = _drawn_bf16 if bf16 else _drawn_fp32
+            self._drawn[bf16] = draw(self.sizes[-1] + 1, self.size, self.generator)
+        return self._drawn[bf16]
+
     def choose(self, what: str, ways: tuple[Way, ...], role: ResolvedRole) -> Choice:
-        failures: list[str] = []
+        failures = ["this processor has no products of bf16 tensors"] if self.missing else []
         for way in ways:
-            for onednn in self.libraries if way != "fp64" else (False,):
+            for library in self.libraries if way != "fp64" else self.libraries[-1:]:
                 found: list[Choice] = []
                 for base in (16, 64) if way == "tiles" else (64,):
                     if not found or found[0].sizes[-1] < _ENOUGH:
-                        found += self._from(Choice(way, (base,), onednn=onednn), failures)
+                        found += self._from(dataclasses.replace(library, way=way, sizes=(base,)), failures)
                 if found:
                     best = max(found, key=lambda choice: choice.sizes[-1])  # the first of equals: it serves few rows
                     self._refer_to(dataclasses.replace(best, sizes=best.sizes[:1], why=""))
@@ -136,17 +211,27 @@ class _Product:
         if not self._agrees(base):
             failures.append(f"{base} differ")
             return []
+        if base.bf16 and not self._keeps_sums():
+            failures.append(f"{base} add in less than fp32")
+            return []
         if base.way != "tiles":
             return [dataclasses.replace(base, why="a row is the same at every place")]
-        larger = [n for n in self.sizes if n > base.sizes[0]]
-        good = [n for n in larger if self._agrees(dataclasses.replace(base, sizes=(n,)))]
-        why = _why([str(n) for n in larger if n not in good])
-        return [dataclasses.replace(base, sizes=(*base.sizes, *good), why=why)]
+        others = [*_FEW, *(n for n in self.sizes if n > base.sizes[0])]
+        good = [n for n in others if self._agrees(dataclasses.replace(base, sizes=(n,)))]
+        why = _why([str(n) for n in others if n not in good])
+        return [dataclasses.replace(base, sizes=tuple(sorted((*base.sizes, *good))), why=why)]
 
     def _refer_to(self, base: Choice) -> None:
         if self._reference != base:
-            self._reference = base
-            self.reference_MF = product(self.x_ME, self.calls[base.onednn][0][1], base)
+            self._reference, self.reference_MF = base, self._computed(base, 0, None, self.drawn(base.bf16).placed[0][1])
+
+    def _computed(self, choice: Choice, start: int, stop: int | None, weight_FE: Tensor) -> Tensor:
+        """Some rows' results; with a bias's beside them where there is one."""
+        x_ME, _, bias_F = self.drawn(choice.bf16)
+        plain_MF = product(x_ME[start:stop], weight_FE, choice)
+        if bias_F is None or not self.biased:
+            return plain_MF
+        return torch.cat((plain_MF, product(x_ME[start:stop], weight_FE, choice, bias_F)), 1)
 
     def holds(self, choice: Choice) -> bool:
         """Whether the tiles of ``choice`` give the reference's bits here and now."""
@@ -158,12 +243,24 @@ class _Product:
         A row that is the same one place further on, at every place, is the same at all places; and a weight in another
         layout that gives each place the same row's bits gives them at all places too.
         """
-        last = len(self.x_ME) - 1 - (len(self.x_ME) - 1) % choice.sizes[0]
-        for start, weight_FE in self.calls[choice.onednn]:
-            got_MF = product(self.x_ME[start : start + last], weight_FE, choice)
+        x_ME, placed, _ = self.drawn(choice.bf16)
+        size = choice.sizes[0]
+        last = min(len(x_ME) - 1 - (len(x_ME) - 1) % size, _CALLS * size)
+        for start, weight_FE in placed:
+            if weight_FE.is_mkldnn and not choice.onednn:
+                continue
+            got_MF = self._computed(choice, start, start + last, weight_FE)
             if not torch.equal(got_MF, self.reference_MF[start : start + last]):
                 return False
         return True
+
+    def _keeps_sums(self) -> bool:
+        """Whether sums that cancel are off by what fp32 rounds away, some 2^-24 of the terms' magnitudes, and bf16's
+        rounding of the result, but no more."""
+        x_ME, placed, _ = self.drawn(True)
+        x_RE, weight_FE, got_RF = x_ME[:16].double(), placed[0][1].double(), self.reference_MF[:16, : self.size[0]]
+        exact_RF, terms_RF = x_RE @ weight_FE.t(), x_RE.abs() @ weight_FE.abs().t()
+        return bool(((got_RF.double() - exact_RF).abs() <= exact_RF.abs() * 2.0**-8 + terms_RF * 2.0**-18).all())
 
 
 class _Call(NamedTuple):
@@ -177,20 +274,41 @@ class _Call(NamedTuple):
         return f"{self.heads} heads x {self.rows} queries x {self.keys} keys"
 
 
+def _planned_attention(
+    shapes: ModelShapes, ways: tuple[Way, ...], role: ResolvedRole, generator: torch.Generator, own: bool
+) -> tuple[_Attention, AttentionChoice]:
+    """The fastest way that holds; where ``own``, by products of bf16 values first. ``MantissaError`` if none does."""
+    failures: list[str] = []
+    for bf16 in (True, False) if own and ways[0] != "fp64" else (False,):
+        heads = _Attention(shapes, generator, bf16)
+        for way in ways[:1] if bf16 else ways:
+            choice = heads.found(way)
+            difference = "" if choice is None else heads.together(choice)
+            if choice is not None and not difference:
+                return heads, dataclasses.replace(choice, why="; ".join([*failures, choice.why]))
+            what = f"{way} by bf16 products differ" if bf16 else f"{way} differ"
+            failures.append(f"{what} at {difference}" if difference else what)
+    raise _none_holds("attention", failures, role)
+
+
 class _Attention:
     """The calls of attention: each (heads, rows, keys) against (16 heads, 16 positions, a whole block).
+
+    ``bf16``: of values of bf16, multiplied as such. Their sums are fp32, so any values will do.
 
     Legend: N heads of a call, M query rows, P rows drawn, U heads drawn.
     """
 
-    def __init__(self, shapes: ModelShapes, generator: torch.Generator) -> None:
-        self.shapes, self.group = shapes, shapes.heads // shapes.kv_heads
+    def __init__(self, shapes: ModelShapes, generator: torch.Generator, bf16: bool) -> None:
+        self.shapes, self.group, self.bf16 = shapes, shapes.heads // shapes.kv_heads, bf16
         size, most = shapes.head_dim, 32 * self.group
         self.sizes = [n for n in _HEADS if n <= 16 or 2.0 * n * most * BLOCK * size <= 1.25e8]
-        self.q_UPD = torch.randn(4, most, size, generator=generator)
+        self.q_UPD = self._rounded(torch.randn(4, most, size, generator=generator))
         # A block of a longer cache, as it is met: the keys before it are others'.
-        self.k_USD, self.v_USD = torch.randn(2, 4, KEYS + BLOCK, size, generator=generator)[:, :, KEYS:]
-        p_UPS = torch.rand(4, most, BLOCK + KEYS, generator=generator)  # rows of a longer matrix, as they are met
+        keys_2USD = self._rounded(torch.randn(2, 4, KEYS + BLOCK, size, generator=generator))
+        self.k_USD, self.v_USD = keys_2USD[:, :, KEYS:]
+        # Rows of a longer matrix, as they are met.
+        p_UPS = self._rounded(torch.rand(4, most, BLOCK + KEYS, generator=generator))
         seen = torch.rand(4, most, 1, generator=generator)
         # By the number of keys of a call: rows that see some of them, and the rest of a block as zeros.
         self.p_UPS = {
@@ -199,20 +317,18 @@ class _Attention:
         }
         self.scores_UPS, self.values_UPD = torch.empty(0), dict[int, Tensor]()
 
-    def choose(self, ways: tuple[Way, ...], role: ResolvedRole) -> AttentionChoice:
-        failures: list[str] = []
-        for way in ways:
-            choice = self._tiles() if way == "tiles" else self._only(way)
-            difference = "" if choice is None else self._together(choice)
-            if choice is not None and not difference:
-                return dataclasses.replace(choice, why="; ".join([*failures, choice.why]))
-            failures.append(f"{way} differ at {difference}" if difference else f"{way} differ")
-        raise _none_holds("attention", failures, role)
+    def _rounded(self, x: Tensor) -> Tensor:
+        return round_to_format(x, BF16) if self.bf16 else x
+
+    def found(self, way: Way) -> AttentionChoice | None:
+        """The calls of this way that agree; None where they do not."""
+        choice = self._tiles() if way == "tiles" else self._only(way)
+        return None if choice is None else dataclasses.replace(choice, bf16=self.bf16)
 
     def holds(self, choice: AttentionChoice) -> bool:
         """Whether the calls of ``choice`` give the reference's bits here and now."""
         calls = self._calls(choice.heads, choice.rows, choice.positions, choice.keys)
-        return all(self._agrees(choice.way, call) for call in calls) and not self._together(choice)
+        return all(self._agrees(choice.way, call) for call in calls) and not self.together(choice)
 
     def _only(self, way: Way) -> AttentionChoice | None:
         """Calls of one shape: 16 heads, the queries of 16 positions, a whole block of keys."""
@@ -266,7 +382,7 @@ class _Attention:
 
         def whole(x_UPE: Tensor, y_UEF: Tensor) -> Tensor:
             y = y_UEF.repeat(4, 1, 1)
-            parts = [batched(x.repeat(4, 1, 1), y, _alone(way, 16))[:4] for x in x_UPE.split(16 * self.group, 1)]
+            parts = [batched(x.repeat(4, 1, 1), y, self._alone(way, 16))[:4] for x in x_UPE.split(16 * self.group, 1)]
             return torch.cat(parts, 1)
 
         self.scores_UPS = whole(self.q_UPD, self.k_USD.transpose(1, 2))
@@ -274,7 +390,7 @@ class _Attention:
 
     def _agrees(self, way: Way, call: _Call) -> bool:
         """Whether a call gives the reference's scores and values, in every bit."""
-        choice, (head_N, row_NM) = _alone(way, call.heads), self._drawn(call)
+        choice, (head_N, row_NM) = self._alone(way, call.heads), self._drawn(call)
         at, keys = (head_N.unsqueeze(1), row_NM), slice(call.keys)
         scores = batched(self.q_UPD[at], self.k_USD[head_N][:, keys].transpose(1, 2), choice)
         if not torch.equal(scores, self.scores_UPS[at][:, :, keys]):
@@ -284,20 +400,20 @@ class _Attention:
             self.values_UPD[call.keys][at],
         )
 
-    def _together(self, choice: AttentionChoice) -> str:
+    def together(self, choice: AttentionChoice) -> str:
         """The parts as one: some rows of whole passes against a chunk's and a cache's; "" where they agree."""
         kv_heads, size = min(self.shapes.kv_heads, 4), self.shapes.head_dim
         generator = torch.Generator().manual_seed(1)
         for length in sorted({min(n, self.shapes.length) for n in (40, 200, 520)}):
-            q = torch.randn(2, kv_heads * self.group, length, size, generator=generator)
-            k, v = torch.randn(2, 2, kv_heads, length, size, generator=generator)
+            q = self._rounded(torch.randn(2, kv_heads * self.group, length, size, generator=generator))
+            k, v = self._rounded(torch.randn(2, 2, kv_heads, length, size, generator=generator))
             whole = ExactAttention.apply(q, k, v, FP32, Products(), FP32, choice)
             half = length // 2
             if not torch.equal(causal(q[:, :, half:], k, v, FP32, choice), whole[:, :, half:]):
                 return f"a chunk of {length} positions"
             for position in {0, 15 % length, half, length - 1}:
                 room = -(-(position + 1) // KEYS) * KEYS + KEYS
-                cache = torch.randn(2, 2, kv_heads, room, size, generator=generator)
+                cache = self._rounded(torch.randn(2, 2, kv_heads, room, size, generator=generator))
                 cache[0, :, :, : position + 1], cache[1, :, :, : position + 1] = (
                     x[:, :, : position + 1] for x in (k, v)
                 )
@@ -306,9 +422,8 @@ class _Attention:
                     return f"decode at position {position}"
         return ""
 
-
-def _alone(way: Way, heads: int) -> AttentionChoice:
-    return AttentionChoice(way, (heads,), 16, (16,), KEYS)
+    def _alone(self, way: Way, heads: int) -> AttentionChoice:
+        return AttentionChoice(way, (heads,), 16, (16,), KEYS, bf16=self.bf16)
 
 
 ROWS = (1, 2, 3, 5, 16, 17, 33, 129)  # among so many rows each row is compared with itself among all
@@ -354,17 +469,38 @@ def other_bits(work: Work, x: Tensor, whole: Tensor) -> int:
 
 def _check_rest(shapes: ModelShapes, kernels: ExactKernels, role: ResolvedRole, generator: torch.Generator) -> str:
     """Everything that has one way only: each row alone, and among others, must be the same."""
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
     half, words = shapes.head_dim // 2, shapes.vocabulary
     torchs_own: list[tuple[str, int, Work]] = [
         (f"softmax {words}", words, lambda x, _: torch.softmax(x * 4, -1)),
         (f"rotation {half}", half, lambda x, _: torch.cat(((x * 999).cos(), (x * 999).sin()), -1)),
     ]
+    names = _check_rows(kernels, shapes, torchs_own, role, generator)
+    scores = torch.randn(3, kernels.plan.length, generator=generator) * 4
+    seen = torch.rand(3, 1, generator=generator)
+    for keys in range(2 * KEYS, kernels.plan.length + 1, KEYS):
+        # What a row does not see changes nothing: with the last keys unseen, as without them; and so on from there.
+        part = scores[:, :keys].masked_fill(torch.arange(keys) >= (seen * (keys - KEYS)).ceil(), float("-inf"))
+        if not torch.equal(torch.softmax(part, -1)[:2, : keys - KEYS], torch.softmax(part[:2, : keys - KEYS], -1)):
+            raise _refuted(
+                f"softmax over {keys} keys gives other bits than over those of them that are seen, and has no other way"
+            )
+    return ", ".join([*names, f"softmax of {KEYS} to {kernels.plan.length} keys"])
+
+
+def _check_rows(
+    kernels: ExactKernels | ExactBf16Kernels,
+    shapes: ModelShapes,
+    more: list[tuple[str, int, Work]],
+    role: ResolvedRole,
+    generator: torch.Generator,
+) -> list[str]:
+    """What is computed row by row, and ``more``, with each number of threads; returns the names."""
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(kernels.dtype)
+
     names = []
-    for name, width, work in (*row_operations(kernels, shapes, drawn), *torchs_own):
+    for name, width, work in (*row_operations(kernels, shapes, drawn), *more):
         x = drawn(max(5, min(517, 2_000_000 // width)), width)
         expected = work(x, 0)
         for number in sorted({1, torch.get_num_threads()}):
@@ -376,13 +512,4 @@ def _check_rest(shapes: ModelShapes, kernels: ExactKernels, role: ResolvedRole, 
                     f"no other way, in {role.active}"
                 )
         names.append(name)
-    scores = torch.randn(3, kernels.plan.length, generator=generator) * 4
-    seen = torch.rand(3, 1, generator=generator)
-    for keys in range(2 * KEYS, kernels.plan.length + 1, KEYS):
-        # What a row does not see changes nothing: with the last keys unseen, as without them; and so on from there.
-        part = scores[:, :keys].masked_fill(torch.arange(keys) >= (seen * (keys - KEYS)).ceil(), float("-inf"))
-        if not torch.equal(torch.softmax(part, -1)[:2, : keys - KEYS], torch.softmax(part[:2, : keys - KEYS], -1)):
-            raise _refuted(
-                f"softmax over {keys} keys gives other bits than over those of them that are seen, and has no other way"
-            )
-    return ", ".join([*names, f"softmax of {KEYS} to {kernels.plan.length} keys"])
+    return names

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import WAYS, ExactKernels, Way
+from mantissa.kernels import WAYS, Planned, Way
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.experience import Experience
@@ -70,7 +70,7 @@ class Exactness(Probe):
         self.learner, self.engine, self.replan = parts.learner, parts.sampler.engine, parts.replan
         others = [] if parts.reference is None else [parts.reference.kernels]
         every = (self.learner.kernels, self.engine.kernels, *others)
-        self.kernels = [kernels for kernels in every if isinstance(kernels, ExactKernels)]
+        self.kernels = [kernels for kernels in every if isinstance(kernels, Planned)]
         self.replans = 0
         self.unlike: int | None = None
         # A sum of gradients must not depend on whether its step was checked.
