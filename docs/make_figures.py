@@ -96,19 +96,11 @@ def held_out(benchmark: str = "doctor_held_out") -> list[dict[str, object]]:
     return [row for row in select("doctor_held_out", run) if row["held_out"] and row["family"] != "smollm2"]
 
 
-def _told(*outcomes: str) -> str:
-    """The share of held-out faults, large enough to be seen, with one of these outcomes: the mean over families of
-    policies, with Student's interval over them, since dumps of one family are alike."""
-    from mantissa.runs.groups import over_seeds as interval
+def _told(name: str) -> str:
+    """A share of the held-out run, as the doctor's page has it."""
+    from tables_doctor import asked, shares
 
-    told: dict[object, list[bool]] = {}
-    for row in held_out():
-        if row["right"] and row["outcome"] != "too small":
-            told.setdefault(row["family"], []).append(row["outcome"] in outcomes)
-    found = interval([sum(each) / len(each) for each in told.values()])
-    assert found.low is not None
-    assert found.high is not None
-    return f"{found.value:.1%} ({max(found.low, 0):.1%}..{min(found.high, 1):.1%})"
+    return shares(asked())[name]
 
 
 def _within_seeds(lab: str, control: str) -> str:
@@ -134,11 +126,6 @@ def _cut(cell: str) -> str:
         cut, lengths = (row["curves"][name]["value"] for name in ("policy/phantom_clip_fraction", "length/mean"))
         shares[row["seed"]] = sum(c * n for c, n in zip(cut, lengths, strict=True)) / sum(lengths)
     return f"{shown(min(shares.values()), '.1%')} to {shown(max(shares.values()), '.1%')}"
-
-
-def _named() -> str:
-    """Of the held-out faults large enough to be seen, the share whose name is right."""
-    return _told("right")
 
 
 def healthy(experts: bool, says: bool = True, formats: int | None = None) -> list[str]:
@@ -275,7 +262,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "brake-all": _brake(("clipping", "pace", "pace2")),
     "habits-bf16": lambda: _habits("bf16"),
     "habits-fp16": lambda: _habits("fp16"),
-    "doctor-named": _named,
+    "doctor-named": lambda: _told("named right"),
     "doctor-again-wrong": lambda: _again("wrong"),
     "doctor-again-part": lambda: _again("right", experts="None", kind="a quarter of rows of other weights"),
     "doctor-healthy": lambda: _healthy(False),

@@ -33,14 +33,14 @@ def doctor_usual() -> str:
     return table(["format", "size of u", "too large beyond", "source"], rows)
 
 
-def _held_out() -> list[Row]:
+def asked() -> list[Row]:
     """The sixth run's rows, one a diagnosis; healthy dumps of ``doctor_many`` as the others. Where a mixture was asked
     twice, the dump that says so."""
     many: list[Row] = held_out("doctor_many")
     mixtures = {row["family"] for row in many if row["experts"]}
-    asked = [row for row in many if row["experts"] or row["family"] not in mixtures]
+    once = [row for row in many if row["experts"] or row["family"] not in mixtures]
     told = {"healthy noise": "right", "not known": "undecided"}
-    return [*held_out(), *(row | {"right": [], "outcome": told.get(row["verdict"], "wrong")} for row in asked)]
+    return [*held_out(), *(row | {"right": [], "outcome": told.get(row["verdict"], "wrong")} for row in once)]
 
 
 def _of_smollm2() -> list[Row]:
@@ -58,25 +58,28 @@ def _outcomes(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def doctor_summary() -> str:
-    """Shares over the held-out families with the bootstrap's intervals over families, and what had been expected."""
+def shares(rows: Sequence[Row]) -> dict[str, str]:
+    """Shares over the families of ``rows``, with the bootstrap's intervals over families."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
     from doctor_held_out import summary
 
+    return {name: f"{value:.1%} ({low:.1%}..{high:.1%})" for name, (value, low, high) in summary(rows).items()}
+
+
+def doctor_summary() -> str:
+    """Shares of the held-out families, and what had been expected."""
     expected = {"named right": ">= 70%", "right or undecided": ">= 95%", "wrong": "<= 1%", "strictly wrong": "<= 6%",
                 "healthy called healthy": ">= 99% dense"}  # fmt: skip
-    rows = _held_out()
-    parts = [[row for row in rows if bool(row["experts"]) is experts] for experts in (False, True)]
-    lines = [
-        [name, *(f"{value:.1%} ({low:.1%}..{high:.1%})" for value, low, high in found), expected[name]]
-        for name, *found in ((name, *(summary(part)[name] for part in (rows, *parts))) for name in expected)
-    ]
+    rows = asked()
+    parts = [rows, *([row for row in rows if bool(row["experts"]) is experts] for experts in (False, True))]
+    found = [shares(part) for part in parts]
+    lines = [[name, *(part[name] for part in found), expected[name]] for name in expected]
     return table(["", "all", "dense", "mixtures that say so", "expected"], lines)
 
 
 def doctor_families() -> str:
     """By held-out family: what became of the mistakes and of the healthy dumps."""
-    rows, lines = _held_out(), []
+    rows, lines = asked(), []
     mixtures = {row["family"] for row in rows if row["experts"]}
     families = sorted({row["family"] for row in rows}, key=lambda family: (family in mixtures, family))
     for family, own in [*((f, [row for row in rows if row["family"] == f]) for f in families),
@@ -91,7 +94,7 @@ def doctor_families() -> str:
 def doctor_held_out() -> str:
     """Of the held-out dense families: kinds that were once called wrong or not right in two of three, and what they
     were called."""
-    rows, lines = [row for row in _held_out() if not row["experts"] and "kind" in row], []
+    rows, lines = [row for row in asked() if not row["experts"] and "kind" in row], []
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     odd = []
     for kind in kinds:
