@@ -170,6 +170,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "doctor_signatures": doctor_signatures,
         "doctor_usual": doctor_usual,
         "doctor_summary": doctor_summary,
+    },
+    "doctor-figures.md": {
         "doctor_families": doctor_families,
         "doctor_held_out": doctor_held_out,
         "doctor_partial": doctor_partial,
