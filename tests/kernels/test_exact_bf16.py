@@ -317,6 +317,22 @@ def test_a_product_in_tiles_is_the_rounded_sum_with_its_bias() -> None:
     assert torch.equal(product(x.view(7, 10, 288), packed(weight), choice, bias).view(70, 256), got)
 
 
+def test_no_rows_are_a_product_too() -> None:
+    """An expert that no token chose: its weights have a gradient of zeros."""
+    kernels = ExactBf16Kernels(planned())
+    x = torch.zeros(0, 48, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.nn.Parameter(torch.ones(32, 48))
+    out = kernels.linear(x, weight)
+    assert out.shape == (0, 32)
+    out.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == (0, 48)
+    assert weight.grad is not None
+    assert not weight.grad.any()
+    with torch.no_grad():
+        assert kernels.linear(x, weight).shape == (0, 32)
+
+
 def test_operations_are_the_fast_familys_but_for_the_last_bit() -> None:
     """Forward and gradients of what is not a product, against the native family's autograd."""
     generator = torch.Generator().manual_seed(0)

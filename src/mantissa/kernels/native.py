@@ -232,7 +232,7 @@ class ProductOf(torch.autograd.Function):
     def forward(ctx: Any, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, product: Product) -> Tensor:
         ctx.save_for_backward(x_NE, weight_FE)
         out = product(x_NE.reshape(-1, x_NE.shape[-1]), weight_FE, bias_F)
-        return out.view(*x_NE.shape[:-1], -1)
+        return out.view(*x_NE.shape[:-1], out.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:

@@ -135,7 +135,7 @@ def product(x_NE: Tensor, weight_FE: Tensor, choice: Choice, bias_F: Tensor | No
             # From float64: rounded once.
             out_MF[start:stop].copy_(_tile(tile_RE, weight_FE, choice, bias_F)[: stop - start])
     # No view where none is needed: FSDP2 warns of a module that returns one.
-    return out_MF if x_NE.dim() == 2 else out_MF.view(*x_NE.shape[:-1], -1)
+    return out_MF if x_NE.dim() == 2 else out_MF.view(*x_NE.shape[:-1], out_MF.shape[-1])
 
 
 def _tile(tile_RE: Tensor, weight_FE: Tensor, choice: Choice, bias_F: Tensor | None) -> Tensor:

@@ -342,7 +342,7 @@ class Fp8Linear(torch.autograd.Function):
         out = scaled_matmul(quantize(flat, E4M3, 1, fp8.power_of_two), codes, bias, x.dtype)
         ctx.save_for_backward(x, codes.codes, codes.scales)
         ctx.fp8 = fp8
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, Tensor | None, None]:
