@@ -82,9 +82,11 @@ def native_beside() -> str:
         place = f"{row['device']}, threads: {row['threads']}"
         newest.setdefault((place, row["case"], row["contender"]), {})[row["metric"]] = row
     lines = []
-    for (place, case, contender), by in newest.items():
-        step, prefill = (by[f"{what} processor_seconds"] for what in ("decode step", "prefill"))
-        ratio = by["decode step processor_seconds over ours, fp32"]
+    for (place, case, contender), by in sorted(
+        newest.items(), key=lambda item: (item[0][0], int(item[0][1].split()[0]))
+    ):
+        step, prefill = (by[f"{what} seconds"] for what in ("decode step", "prefill"))
+        ratio = by["decode step seconds over ours, fp32"]
         spread = f"{ratio['value']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
         cells = (f"{step['value'] * 1e3:.1f}", spread, f"{prefill['value']:.2f}", f"{by['bytes']['value'] / 2**20:.0f}")
         lines.append([case.partition(",")[0], contender, *cells, place, str(step["rounds"])])
