@@ -221,15 +221,10 @@ def main() -> None:
         work(arguments.work, Path(arguments.model), arguments.threads, arguments.longest)
         return
     from rows import append
-
-    from mantissa.model import save_model
-    from mantissa.rl.adapters import open_policy, policy_folder
+    from workers import saved
 
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "model"
-        model, tokenizer = open_policy(policy_folder(arguments.model), None, 0)
-        save_model(model, tokenizer, folder)
-        del model
+        folder = saved(arguments.model, Path(place) / "model")
         pythons = {"vllm": arguments.vllm}
         contenders = [
             Contender(name, pythons.get(whose, sys.executable), folder, arguments.threads, PROMPT + arguments.new)

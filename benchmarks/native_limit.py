@@ -23,9 +23,11 @@ from unittest.mock import patch
 
 import torch
 from native_beside import CONTENDERS, PROMPT, ours
+from rows import append
 from torch.profiler import ProfilerActivity, profile, record_function
+from workers import saved
 
-from mantissa.model import ModelConfig
+from mantissa.model import ModelConfig, load_model
 from mantissa.precision.cpu import onednn
 from mantissa.rollout.generation import Generation
 
@@ -127,17 +129,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(KEPT))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    from rows import append
-
-    from mantissa.model import save_model
-    from mantissa.rl.adapters import open_policy, policy_folder
-
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "model"
-        model, tokenizer = open_policy(policy_folder(arguments.model), None, 0)
-        config = model.config
-        save_model(model, tokenizer, folder)
-        del model
+        folder = saved(arguments.model, Path(place) / "model")
+        config = load_model(folder).config
         made = [
             row
             for rows in arguments.rows

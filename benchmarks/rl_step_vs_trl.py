@@ -26,10 +26,7 @@ import torch
 from rl_problem import WORKS, Work, model_config, step_flops
 from rows import append
 from steps import spread
-from workers import Worker, ratios, take_turns
-
-from mantissa.model import save_model
-from mantissa.rl.adapters import open_policy, policy_folder
+from workers import Worker, ratios, saved, take_turns
 
 HERE = Path(__file__).resolve().parent
 MATMUL = ("aten::mm", "aten::bmm", "aten::baddbmm", "aten::addmm", "mkldnn::_linear_pointwise")
@@ -69,14 +66,6 @@ def summary(
             spreads = spread(ratios(steps, name, base, key))
             rows.append(about | {"metric": f"{metric}_over_trl_{TRL[base]}", "unit": "ratio", **spreads})
     return rows
-
-
-def saved(name: str, folder: Path) -> Path:
-    """The Hugging Face folder of a model: itself, or made of what a package brings."""
-    if Path(name).is_dir():
-        return Path(name)
-    save_model(*open_policy(policy_folder(name), None, 0), folder)
-    return folder
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 MARK = "@bench "
@@ -84,3 +85,14 @@ def take_turns(workers: Mapping[str, Worker], warm_up: int, rounds: int) -> dict
 def ratios(steps: Mapping[str, list[dict[str, Any]]], name: str, base: str, key: str = "seconds") -> list[float]:
     """``name`` over ``base``, round by round: a slow moment of the machine slows both."""
     return [a[key] / b[key] for a, b in zip(steps[name], steps[base], strict=True)]
+
+
+def saved(name: str, folder: Path) -> Path:
+    """The Hugging Face folder of a model: itself, or made of what a package brings."""
+    if Path(name).is_dir():
+        return Path(name)
+    from mantissa.model import save_model
+    from mantissa.rl.adapters import open_policy, policy_folder
+
+    save_model(*open_policy(policy_folder(name), None, 0), folder)
+    return folder

@@ -36,7 +36,7 @@ _BY_MANY = (
     "position",
     "nondeterministic",
     "too_large",
-)  # nor from many: they know no place
+)  # nor from many: no place is there
 _THROUGHOUT = 0.5  # of a sequence's tokens beyond the usual: it differs throughout
 _AT_A_PLACE = 0.25  # so much more of the first, or of the last tokens beyond the usual than of others: it is the place
 _MEDIAN = 0.6745  # of |x|, and _AT_THE_USUAL the share of |x| above 1, of a standard normal x

@@ -123,8 +123,7 @@ class EmulatedKernels(SimulatedKernels):
             return super().cached_attention(q_BHD, k_BKSD, v_BKSD, length_B)
         kv_heads, keys = k_BKSD.shape[1:3]
         q_NMD = q_BHD.reshape(len(q_BHD) * kv_heads, -1, q_BHD.shape[2])
-        beyond_BS = torch.arange(keys, device=q_BHD.device) >= length_B.unsqueeze(1)
-        hidden_N1S = beyond_BS.repeat_interleave(kv_heads, 0).unsqueeze(1)
+        hidden_N1S = self._mask(length_B, kv_heads, keys).isinf()
         k, v = k_BKSD.flatten(0, 1), v_BKSD.flatten(0, 1)
         return _in_blocks(q_NMD, k, v, hidden_N1S, self.format).view(q_BHD.shape)
 

@@ -496,10 +496,15 @@ class CachedMask:
     def __call__(self, length_B: Tensor, kv_heads: int, keys: int) -> Tensor:
         shape = kv_heads, keys
         if self._of is None or self._of[0] is not length_B or self._of[1] != shape:
-            beyond_BS = torch.arange(keys, device=length_B.device) >= length_B.unsqueeze(1)
-            mask_BS = torch.zeros(beyond_BS.shape, device=length_B.device).masked_fill_(beyond_BS, float("-inf"))
-            self._of, self._mask_N1S = (length_B, shape), mask_BS.repeat_interleave(kv_heads, 0).unsqueeze(1)
+            self._of, self._mask_N1S = (length_B, shape), mask_beyond(length_B, kv_heads, keys)
         return self._mask_N1S
+
+
+def mask_beyond(length_B: Tensor, kv_heads: int, keys: int) -> Tensor:
+    """The mask of ``CachedMask``, made anew."""
+    beyond_BS = torch.arange(keys, device=length_B.device) >= length_B.unsqueeze(1)
+    mask_BS = torch.zeros(beyond_BS.shape, device=length_B.device).masked_fill_(beyond_BS, float("-inf"))
+    return mask_BS.repeat_interleave(kv_heads, 0).unsqueeze(1)
 
 
 def cached_probabilities(q_NGD: Tensor, k_NSD: Tensor, mask_N1S: Tensor) -> Tensor:

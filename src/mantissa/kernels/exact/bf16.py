@@ -4,7 +4,8 @@ The rules are those of ``ExactKernels``, the arithmetic and its roundings those 
 tensors goes in the tiles that the probe found to add alike. Where it found none, the operands are widened, multiplied
 in fp32, as the simulated family does, and the result is rounded once: what flows are values of bf16 either way.
 
-Logits, what a router chooses by, and attention are fp32 products of widened values, by the calls of ``ExactKernels``.
+Logits, what a router chooses by, and attention have fp32 results, of widened values, by the calls of ``ExactKernels``:
+fp32 products, in attention products of bf16 where the plan found such calls to hold.
 What is computed row by row begins in fp32, with the very operations that the probe tried there, and is rounded where
 the interface says. Each is one function for both policies: what torch computes with a graph or without is its choice.
 
@@ -102,7 +103,7 @@ class ExactBf16Kernels(Planned, NativeKernels):
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         self.plan.check_length(k_BKSD.shape[2])
         q, k, v = (x.float() for x in (q_BHD, k_BKSD, v_BKSD))
-        return cached(q, k, v, length_B, BF16, self.plan.attention).bfloat16()
+        return cached(q, k, v, length_B, BF16, self.plan.attention, self._mask).bfloat16()
 
 
 def _dense(weight_FE: Tensor, dtype: torch.dtype) -> Tensor:

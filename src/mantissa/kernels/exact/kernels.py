@@ -21,6 +21,7 @@ that see the same keys (G times some positions).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from mantissa.kernels.exact.plan import AttentionChoice, Choice, ExactPlan, pieces
 from mantissa.kernels.products import Products
-from mantissa.kernels.simulated import CausalAttention, SimulatedKernels, _Sigmoid, _SwiGLU
+from mantissa.kernels.simulated import CausalAttention, SimulatedKernels, _Sigmoid, _SwiGLU, mask_beyond
 from mantissa.precision import FP32, Fp8Policy, NumberFormat, cpu, round_cached, round_to_format_
 
 PART = 1 << 19  # values of SwiGLU at a time: 2 MB
@@ -85,7 +86,7 @@ class ExactKernels(Planned, SimulatedKernels):
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         self.plan.check_length(k_BKSD.shape[2])
-        return cached(q_BHD, k_BKSD, v_BKSD, length_B, self.format, self.plan.attention)
+        return cached(q_BHD, k_BKSD, v_BKSD, length_B, self.format, self.plan.attention, self._mask)
 
 
 class _ExactSwiGLU(_SwiGLU):
@@ -239,17 +240,20 @@ def _causal(
 
 
 def cached(
-    q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor, fmt: NumberFormat, choice: AttentionChoice
+    q_BHD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    length_B: Tensor,
+    fmt: NumberFormat,
+    choice: AttentionChoice,
+    mask: Callable[[Tensor, int, int], Tensor] = mask_beyond,
 ) -> Tensor:
-    """One query a row against the first ``length_B`` keys of a cache. Shape of ``q``."""
+    """One query a row against the first ``length_B`` keys of a cache. Shape of ``q``. ``mask``: who makes its mask."""
     (batch, heads, size), (kv_heads, _) = q_BHD.shape, k_BKSD.shape[1:3]
     group = heads // kv_heads
     q = _padded(q_BHD.reshape(batch * kv_heads, group, size), 1, choice.rows)
     k, v = (_padded(x.flatten(0, 1), 1, choice.keys) for x in (k_BKSD, v_BKSD))
-    beyond_BS = torch.arange(k.shape[1], device=q.device) >= length_B.unsqueeze(1)
-    mask_BS = torch.zeros(beyond_BS.shape, device=q.device).masked_fill_(beyond_BS, float("-inf"))
-    mask_N1S = mask_BS.repeat_interleave(kv_heads, 0).unsqueeze(1)
-    return attended(q, k, v, mask_N1S, fmt, choice)[:, :group].reshape(q_BHD.shape)
+    return attended(q, k, v, mask(length_B, kv_heads, k.shape[1]), fmt, choice)[:, :group].reshape(q_BHD.shape)
 
 
 def attended(
