@@ -15,8 +15,9 @@ import pytest
 import dumps
 from mantissa.base.errors import MantissaError
 from mantissa.doctor.diagnosis import Diagnosis, Verdict
-from mantissa.doctor.dump import Scored
+from mantissa.doctor.dump import Scored, Settings
 from mantissa.doctor.examine import examine
+from mantissa.doctor.facts import usual
 from mantissa.doctor.readers import read_dump
 from mantissa.doctor.routers import routes
 from mantissa.doctor.words import first_line
@@ -55,6 +56,25 @@ def test_a_mixture_that_says_so_is_healthy_and_no_fault_where_it_does_not(share:
         assert far.verdict is Verdict.UNKNOWN, far.headline
         assert "say --experts if it is one" in far.headline
         assert asked(flown(share, 6.0, seed), True).verdict is Verdict.HEALTHY
+
+
+def test_more_tokens_may_fly_where_the_others_are_noisier() -> None:
+    """A fifth of the tokens flies: twice what mixtures of quiet tokens have, and usual beside noisier ones."""
+    for size, verdict in ((0.02, Verdict.UNKNOWN), (0.08, Verdict.HEALTHY)):
+        draw, made = np.random.default_rng(3), []
+        for each in dumps.healthy(32, 4, 32, size=size, seed=3):
+            some = draw.random(len(each.mask)) < 0.2
+            y = each.learner_logp + some * draw.choice((-1.0, 1.0), len(some))
+            made.append(dataclasses.replace(each, learner_logp=np.minimum(y, -1e-4)))
+        found = asked(made, True)
+        assert found.verdict is verdict, found.headline
+
+
+def test_below_temperature_1_more_is_usual() -> None:
+    formats = {"rollout_format": "bf16", "learner_format": "bf16"}
+    one, half, two = (usual(Settings(temperature=t, **formats)) for t in (None, 0.5, 2.0))
+    assert (half.size, half.bound) == (2 * one.size, 2 * one.bound)
+    assert two == one
 
 
 def test_experts_that_the_dump_records_say_it_too() -> None:

@@ -98,11 +98,13 @@ def test_cached_attention_follows_the_lengths_from_step_to_step(family: str) -> 
     """One instance, asked as decode steps ask: the same lengths for every layer, other ones at the next step."""
     kernels = FAMILIES[family]
     q, k, v = (x.to(kernels.dtype) for x in qkv(kernels.format, 4, 2, 24, rows=3))
-    for values in ([5, 24, 1], [6, 24, 2], [6, 3, 2]):
-        lengths = torch.tensor(values)
-        for keys in (24, 32):  # the cache grows between
-            roomy = [torch.nn.functional.pad(x, (0, 0, 0, keys - 24)) for x in (k, v)]
-            cached = kernels.cached_attention(q[torch.arange(3), :, lengths - 1], *roomy, lengths)
+    for keys in (24, 32):  # the cache grows between
+        roomy = [torch.nn.functional.pad(x, (0, 0, 0, keys - 24)) for x in (k, v)]
+        for values in ([5, 24, 1], [6, 24, 2], [6, 3, 2]):
+            lengths = torch.tensor(values)
+            last = q[torch.arange(3), :, lengths - 1]
+            cached = kernels.cached_attention(last, *roomy, lengths)
+            assert torch.equal(kernels.cached_attention(last, *roomy, lengths), cached)  # the next layer's
             for row, length in enumerate(values):
                 exact = attended(*(x[row : row + 1, :, :length].double() for x in (q, k, v)))[0, :, -1]
                 assert_close_in_ulps(cached[row].double(), exact, kernels.format, 1.0)

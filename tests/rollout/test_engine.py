@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from mantissa.model import Decoder
 from mantissa.precision import PrecisionPolicy, resolve
 from mantissa.precision.numerics import token_logprob
 from mantissa.rollout import Completion, NativeEngine, Request, SamplingParams
-from mantissa.rollout.generation import StopStrings
+from mantissa.rollout.generation import Generation, StopStrings
 from naive_engine import (
     reference_distribution,
     reference_generate,
@@ -178,6 +179,23 @@ def test_a_sample_depends_on_prompt_seed_and_index_only(build: Build, requests: 
     assert [c.tokens for c in flat(engine.generate(reseeded, PARAMS, 1))] != [c.tokens for c in flat(together)]
     four = flat([together[0]])
     assert len({c.tokens for c in four}) == 4  # the samples of a group differ
+
+
+def test_a_shorter_prompts_padding_is_zeros_in_the_cache(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What padding gives could be infinite in a half, and 0 times that, in attention, is NaN."""
+    prefill, made = Generation._prefill_forward, []
+
+    def kept(self: Generation, *given: Any) -> Any:
+        made.append((given[1], prefill(self, *given)))
+        return made[-1][1]
+
+    monkeypatch.setattr(Generation, "_prefill_forward", kept)
+    engine, _ = build(slots=4)
+    engine.generate([Request((3, 1, 4, 1, 5), 1), Request((2, 7), 2)], PARAMS, 1)
+    ((lengths, (kv, _)),) = made
+    for row, length in enumerate(lengths.tolist()):
+        assert kv[:, :, row, :, :length].abs().amin(-1).max() > 0
+        assert not kv[:, :, row, :, length:].any()
 
 
 def test_equal_prompts_are_prefilled_once(build: Build, work: Work) -> None:
