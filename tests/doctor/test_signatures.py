@@ -248,3 +248,18 @@ def test_the_doctor_does_not_know_the_faults_it_is_tried_on() -> None:
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [each.name for each in node.names] if isinstance(node, ast.Import) else []
             assert not any(word in name for name in names for word in ("faults", "confusion", "strangers")), path
+
+
+@pytest.mark.parametrize("words", [1, 5000])
+def test_another_prompt_is_alone_only_where_other_weights_would_have_been_seen(words: int) -> None:
+    """The gap fades from where responses begin, and is new at every token: no weights. With so many words that none is
+    drawn twice, the numbers cannot say so."""
+    draw, made = np.random.default_rng(0), []
+    for each in dumps.healthy(32, 4, 32, size=0.02, seed=0):
+        fades = np.exp(-np.arange(len(each.mask)) / 12) * (1 - np.exp(each.learner_logp))
+        y = each.learner_logp + 0.2 * draw.normal(size=len(fades)) * fades
+        tokens = np.array(each.tokens) + 1000 * draw.integers(0, words, len(each.tokens))
+        made.append(dataclasses.replace(each, tokens=tokens, learner_logp=np.minimum(y, -1e-4)))
+    fault = examine(dumps.dump_of(made, rollout_format="bf16", learner_format="bf16")).fault
+    assert fault is not None
+    assert (fault.name, fault.also) == ("prompt", () if words == 1 else ("weights",))
