@@ -75,7 +75,11 @@ class MasterWeights:
     reason = ""  # in the precision table
 
     def __init__(self) -> None:
+        self.parameters: dict[str, nn.Parameter] = {}  # those whose updates are rounded
         self.compensation: dict[str, Tensor] = {}
+
+    def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Take these as the optimiser's: bf16 kinds round those that are new and train, and forget those that left."""
 
     def step(self, optimizer: torch.optim.Optimizer, update: int) -> None:
         """The optimiser's step, number ``update`` (0 for the first), and the rounding of what it did."""
@@ -103,15 +107,25 @@ class MasterWeights:
 
 
 class _Bf16(MasterWeights):
-    """Weights on bf16's grid. ``parameters`` are rounded to it once, to nearest, when this is made."""
+    """Weights on bf16's grid. ``parameters`` that train are rounded to it once, to nearest, when they come in."""
 
-    @torch.no_grad()
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
-        self.parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        for parameter in self.parameters.values():
-            here = local(parameter)
-            here.copy_(round_to_format(here, BF16))
+        self.follow(parameters)
+
+    def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        for name in [name for name, mine in self.parameters.items() if parameters.get(name) is not mine]:
+            del self.parameters[name]
+            self.compensation.pop(name, None)
+        for name, parameter in parameters.items():
+            if parameter.requires_grad and name not in self.parameters:
+                self._adopt(name, parameter)
+                self.parameters[name] = parameter
+
+    @torch.no_grad()
+    def _adopt(self, name: str, parameter: nn.Parameter) -> None:
+        here = local(parameter)
+        here.copy_(round_to_format(here, BF16))
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer, update: int) -> None:
@@ -145,9 +159,15 @@ class _Stochastic(_Bf16):
     reason = "values of bf16 in fp32 tensors (no memory saved); fp32 updates, rounded up or down by chance"
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], seed: int) -> None:
+        self._seed = seed
+        self._keys: dict[str, int] = {}
+        self._first: dict[str, int] = {}
         super().__init__(parameters)
-        self._keys = {name: _key(seed, name) for name in self.parameters}
-        self._first = {name: first_element(name, parameter) for name, parameter in self.parameters.items()}
+
+    def _adopt(self, name: str, parameter: nn.Parameter) -> None:
+        self._first[name] = first_element(name, parameter)
+        self._keys[name] = _key(self._seed, name)
+        super()._adopt(name, parameter)
 
     def _kept(self, name: str, part: slice, old: Tensor, new: Tensor, update: int) -> Tensor:
         key = signed(self._keys[name] + (update + 1) * GOLDEN)
@@ -158,12 +178,11 @@ class _Kahan(_Bf16):
     kind: Masters = "bf16_kahan"
     reason = "values of bf16 in fp32 tensors (no memory saved), and 2 bytes a weight for what rounding took"
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        super().__init__(parameters)
-        self.compensation = {
-            name: torch.zeros_like(parameter.detach(), dtype=torch.bfloat16, memory_format=torch.contiguous_format)
-            for name, parameter in self.parameters.items()
-        }
+    def _adopt(self, name: str, parameter: nn.Parameter) -> None:
+        super()._adopt(name, parameter)
+        self.compensation[name] = torch.zeros_like(
+            parameter.detach(), dtype=torch.bfloat16, memory_format=torch.contiguous_format
+        )
 
     def _kept(self, name: str, part: slice, old: Tensor, new: Tensor, update: int) -> Tensor:
         c = local(self.compensation[name]).view(-1)[part]

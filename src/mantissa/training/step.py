@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
@@ -35,6 +36,7 @@ from mantissa.precision import NumberFormat
 from mantissa.training.distributed import grad_norm, local
 from mantissa.training.masters import COMPENSATION, MasterWeights
 from mantissa.training.optimizer import flattened, restored
+from mantissa.training.owners import held, named
 from mantissa.training.scaler import LossScaler
 
 
@@ -199,7 +201,9 @@ class StepOutcome:
 class OptimizerStep:
     """One optimiser, its scaler and its schedule; ``run`` is one step.
 
-    ``parameters``: named fp32 masters. ``lr_at``: learning rate of update number n (0 for the first), which a parameter
+    ``parameters``: named fp32 masters, those of them that are in the optimiser's groups; at each step they are what the
+    groups hold then, whatever was added, removed or exchanged. ``names``: called for the model's parameters by name,
+    where new ones are to be named as those. ``lr_at``: learning rate of update number n (0 for the first), which a parameter
     group multiplies by its own ``lr_scale``, if it has one; None leaves the optimiser's rates to its owner.
     ``max_grad_norm``: clip bound on the unscaled Euclidean norm (inf: measure, never clip). ``clip``: adaptive
     clipping, applied to the unscaled gradients before the bound; returns the fraction of units it changed.
@@ -220,16 +224,39 @@ class OptimizerStep:
     on_nonfinite: Literal["stop", "skip"] = "stop"
     ranks: Ranks = ALONE
     masters: MasterWeights = field(default_factory=MasterWeights)
+    names: Callable[[], Iterable[tuple[str, nn.Parameter]]] = tuple
     given_up_level: int = logging.INFO  # of the line about a batch that is lost; whoever shows no counts raises it
     updates: int = field(default=0, init=False)
     skipped: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        for name, parameter in self.parameters.items():
+        mine = self.masters.parameters
+        # what was given to the step and not to its masters is not theirs to round
+        self._others = {name for name, p in self.parameters.items() if p.requires_grad and name not in mine}
+        self._given, self._held = self.parameters, list[nn.Parameter]()
+        self.follow()
+
+    @property
+    def changed(self) -> bool:
+        """Whether the optimiser's groups hold other parameters than when they were last followed."""
+        now = held(self.optimizer)
+        return len(now) != len(self._held) or any(map(operator.is_not, now, self._held))
+
+    def follow(self) -> None:
+        """Take the optimiser's parameters as its groups have them now. ``MantissaError`` where one is not fp32."""
+        now = self.parameters
+        if self.changed:
+            now = named(self.optimizer, now.values(), self.names(), self._given.items())
+        for name, parameter in now.items():
             if parameter.dtype != torch.float32:
                 raise MantissaError(
-                    f"parameter {name} is {parameter.dtype}: master weights are fp32; low precision is for kernels"
+                    f"parameter {name} is {parameter.dtype}: master weights are fp32; low precision is for kernels "
+                    "(after model.half() or .to(dtype): model.float())"
                 )
+        if now is not self.parameters:
+            self.parameters, self._held = now, held(self.optimizer)
+        if self.masters.kind != "fp32":
+            self.masters.follow({name: p for name, p in now.items() if name not in self._others})
 
     def run(
         self, backward: Backward, *, accumulated: bool = False, share: float = 1.0, repeatable: bool = True
@@ -247,9 +274,11 @@ class OptimizerStep:
         overflows = 0
         while True:
             scale = self.scaler.scale
+            self.follow()
             if not accumulated or overflows:
                 self.optimizer.zero_grad(set_to_none=True)
             loss = backward(scale)
+            self.follow()  # what the forward or the backward itself has added
             gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
             largest = self._largest(gradients, loss)
             if largest <= _FP32_MAX:  # false for inf and for NaN
@@ -340,6 +369,7 @@ class OptimizerStep:
 
         With it goes what bf16 masters keep beside the weights.
         """
+        self.follow()
         kept = {f"{name}/{COMPENSATION}": value for name, value in self.masters.compensation.items()}
         return kept | {
             f"{name}/{part}": value
@@ -353,6 +383,7 @@ class OptimizerStep:
         So are moments of another precision than this optimiser's. After an error the state is what it was. Collective
         where parameters are sharded.
         """
+        self.follow()
         fields: dict[str, dict[str, Tensor]] = {}
         for key, value in tensors.items():
             name, _, part = key.rpartition("/")
