@@ -26,7 +26,6 @@ batch passes None and takes part with weight 0; ``batches`` does that.
 from __future__ import annotations
 
 import copy
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -37,9 +36,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mantissa.base.bounds import LARGEST_SIZE, SMALLEST_FLOAT, boundary, check_values, count, number
+from mantissa.base.bounds import boundary, count
 from mantissa.base.errors import MantissaError
-from mantissa.base.ranks import Ranks, is_fsdp
+from mantissa.base.ranks import Ranks
+from mantissa.dropin.checks import (
+    check_accumulate,
+    check_goes_on,
+    check_loss,
+    check_optimizer,
+    check_options,
+    check_scheduler,
+    checked_weight,
+)
 from mantissa.dropin.guard_config import GuardConfig
 from mantissa.dropin.watch import Watch
 from mantissa.dropin.window import Micro, MixedPrecision, RetryWindow, device_of, flush_probe, take_over
@@ -104,14 +112,14 @@ class PrecisionTrainer:
         say: Callable[[str], None] = print,
     ) -> None:
         on_nonfinite = on_nonfinite or ("stop" if guard is None else "skip")
+        check_optimizer(optimizer)
+        check_scheduler(scheduler, optimizer)
         check_options(
             model, accumulate=accumulate, max_grad_norm=max_grad_norm, adaptive_clip=adaptive_clip,
             on_nonfinite=on_nonfinite, probe_every=probe_every, good_every=good_every,
         )  # fmt: skip
-        self.model = model
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.accumulate = accumulate
+        self._model, self._optimizer = model, optimizer
+        self._scheduler, self._accumulate = scheduler, accumulate
         self.ranks = Ranks.of(model)
         self.probe_every = probe_every
         self.flushed_fraction: float | None = None
@@ -128,8 +136,7 @@ class PrecisionTrainer:
             self.say(f"masters: {masters}: {self.optimizer_step.masters.reason}")
         self._take(settled)
         if adaptive_clip is not None:
-            parameters = self.optimizer_step.parameters.values()
-            self.optimizer_step.clip = partial(adaptive_clip_, parameters, adaptive_clip)
+            self.optimizer_step.clip = lambda: adaptive_clip_(self.optimizer_step.parameters.values(), adaptive_clip)
         self.steps = 0
         self.retried = 0
         self.batches_seen = 0
@@ -140,14 +147,58 @@ class PrecisionTrainer:
         self._began = 0.0
 
     def use(self, precision: str) -> None:
-        """Compute in ``precision`` from the next step on, with a fresh scaler; checked by the probe and told."""
+        """Compute in ``precision`` from the next step on, with a fresh scaler; checked by the probe and told.
+
+        Refused while gradients accumulate: they have the scale of the precision before.
+        """
+        self._check_closed(f"use({precision!r})")
+        self._switch(precision)
+
+    def _switch(self, precision: str) -> None:
         settled = self._settled(precision=precision)
         check_masters(self.optimizer_step.masters.kind, settled.role.active)
         self._take(settled)
 
+    def _check_closed(self, what: str) -> None:
+        if self.accumulated:
+            raise MantissaError(
+                f"{what} with {self.accumulated} of {self.accumulate} micro-batches accumulated, whose gradients it "
+                "would not fit: do it after the optimiser's turn, or call flush() or abandon() first"
+            )
+
     def _take(self, settled: MixedPrecision) -> None:
+        self._in_use = settled
         self.precision, self.autocast, self.evidence = settled.role, settled.autocast, settled.evidence
         self.optimizer_step.format, self.optimizer_step.scaler = settled.role.active, settled.scaler
+
+    @property
+    def model(self) -> nn.Module:
+        return self._model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
+    @property
+    def scheduler(self) -> Any:
+        """Stepped after each update; another one is checked as the first was."""
+        return self._scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: Any) -> None:
+        check_scheduler(scheduler, self.optimizer)
+        self._scheduler = scheduler
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches to an optimiser step; to be changed between two of them."""
+        return self._accumulate
+
+    @accumulate.setter
+    def accumulate(self, accumulate: int) -> None:
+        check_accumulate(self.model, accumulate, self.probe_every)
+        self._check_closed(f"accumulate={accumulate}")
+        self._accumulate = accumulate
 
     @property
     def optimizer_step(self) -> OptimizerStep:
@@ -194,8 +245,7 @@ class PrecisionTrainer:
                 )
             (batch, loss_fn), weight = self._last, 0.0
         else:
-            if not weight >= 0 or weight == float("inf"):
-                raise MantissaError(f"step(weight={weight}): expected a finite number, 0 or more")
+            weight = checked_weight("step", weight)
             self._last = (batch, loss_fn)
             self.batches_seen += 1
         self._open()
@@ -212,7 +262,7 @@ class PrecisionTrainer:
                 self._backward(loss, scale, weight)
             return loss
 
-        return self._learn(Micro(compute, float(weight)), loss_of)
+        return self._learn(Micro(compute, weight), loss_of)
 
     def flush(self) -> StepOutcome | None:
         """Take the optimiser's turn with the window as it is, at the end of the data; None where it is empty.
@@ -247,7 +297,10 @@ class PrecisionTrainer:
         """Learn from what ``forward_loss`` gave: the second half of ``step``. As the forward cannot be repeated from
         here, an overflow is never retried: the outcome is ``accumulated``, ``stepped`` or ``skipped``."""
         check_loss(loss)
-        if not self.accumulated:
+        weight = checked_weight("backward_step", weight)
+        if self.accumulated:
+            self._window.go_on()
+        else:
             self.optimizer.zero_grad(set_to_none=True)  # what came between forward and backward is not this loss's
         self.batches_seen += 1
 
@@ -305,10 +358,15 @@ class PrecisionTrainer:
             self.say(f"checkpoint: {state['problem']}; going on from {state['read_from']}")
         with boundary("checkpoint", "it is damaged; load another one"):
             was = (state["precision"] or {}).get("active")
-        if self._watch is not None and was == self._watch.to != self.precision.active.name:
-            self.say(f"guard: this run fell back to {was} before: going on in {was}")
-            self.use(was)
-        extra = self._restore(state)
+        before = self._in_use
+        try:
+            if self._watch is not None and was == self._watch.to != self.precision.active.name:
+                self.say(f"guard: this run fell back to {was} before: going on in {was}")
+                self._switch(was)
+            extra = self._restore(state)
+        except BaseException:
+            self._take(before)
+            raise
         if self._watch is not None:
             self._watch.resumed(self.steps, self.updates)
         return extra
@@ -343,14 +401,15 @@ class PrecisionTrainer:
     def _open(self) -> None:
         """Before a forward: where it is a window's first, keep what it will change."""
         if self.accumulated:
+            self._window.go_on()
             return
-        check_place(self.model, self.device)
+        self._window.begin()
+        check_goes_on(self.scheduler, self.optimizer)
         if self._watch is not None:
             self._watch.check_new(self.steps)
             if self._watch.needs_good:  # there must be something to fall back to
                 self._save_good(self._watch)
             self._began = time.perf_counter()
-        self._window.begin()
         self.optimizer.zero_grad(set_to_none=True)  # gradients from elsewhere have another scale
 
     @property
@@ -370,7 +429,7 @@ class PrecisionTrainer:
             if full:
                 self._probe(loss_of, micro.weight)
                 return self._turn()
-            micro.run(self.scaler.scale, last=False)
+            micro.run(self._window.scale(), last=False)
             return StepOutcome("accumulated", 0, float("nan"), self.scaler.scale, float("nan"), 0.0, micro.loss)
         except BaseException:
             self.abandon()
@@ -383,10 +442,10 @@ class PrecisionTrainer:
             raise MantissaError("every batch of this optimiser step has weight 0: there is nothing to learn from")
         share = self.accumulate * self.ranks.world / total  # 1 where every weight is 1
         outcome = self._window.close(share, afresh)
-        if outcome.applied and self.scheduler is not None:
-            self.scheduler.step()
         self.steps += 1
         self.retried += outcome.kind == "retried"
+        if outcome.applied and self.scheduler is not None:
+            self.scheduler.step()  # after the counts, which are right where an owner's schedule raises
         if self._watch is not None:
             self._log(self._watch, outcome, weight, total)
         return outcome
@@ -417,7 +476,7 @@ class PrecisionTrainer:
         }
         if watch.record(row):
             self._restore_learning(checkpoint.read_file(watch.good_path, or_previous=True))
-            self.use(watch.to)
+            self._switch(watch.to)
             self.say(f"guard: step {self.steps}: back to update {self.updates}, and on in {self.precision.active}")
             self._save_good(watch)
         elif outcome.applied and watch.good_is_due(self.updates):
@@ -431,6 +490,7 @@ class PrecisionTrainer:
 
     def _state(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
         """Everything that going on needs, with whole tensors on the CPU. Collective; all ranks get the same."""
+        self.optimizer_step.follow()
         generators = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             generators["cuda"] = torch.cuda.get_rng_state(self.device)
@@ -478,6 +538,7 @@ class PrecisionTrainer:
 
         Attempts, the scaler and the generators go on: what a fall back needs. Collective.
         """
+        self.optimizer_step.follow()
         model, masters = unwrapped(self.model), self.optimizer_step.masters
         present, saved, schedule = model.state_dict(), state["model_state_dict"], state["scheduler_state_dict"]
         with boundary("checkpoint", "it is damaged, or of another model or optimiser; load another one"):
@@ -511,39 +572,3 @@ class PrecisionTrainer:
                 "scaler are the same; generators are those of the ranks that were there, and the data is yours to "
                 "divide again"
             )
-
-
-def check_place(model: nn.Module, device: torch.device) -> None:
-    """Refuse a model that has moved: autocast is of one device type and would silently do nothing on another."""
-    found = next(model.parameters()).device
-    if found != device:
-        raise MantissaError(f"the model was on {device} and is now on {found}: move it first, then make the trainer")
-
-
-def check_options(model: nn.Module, **given: Any) -> None:
-    """Refuse options of ``PrecisionTrainer`` that mean nothing, alone or together."""
-    accumulate, probe_every = given["accumulate"], given["probe_every"]
-    clip, action = given["adaptive_clip"], given["on_nonfinite"]
-    check_values("PrecisionTrainer", given, {
-        "accumulate": (number(accumulate, 1, LARGEST_SIZE, whole=True), "a whole number from 1 on"),
-        "max_grad_norm": (number(given["max_grad_norm"], SMALLEST_FLOAT, math.inf),
-                          "more than 0 (inf measures and never clips)"),
-        "adaptive_clip": (clip is None or number(clip, SMALLEST_FLOAT), "more than 0, or None"),
-        "probe_every": (number(probe_every, 0, LARGEST_SIZE, whole=True), "0 (never) or more"),
-        "good_every": (number(given["good_every"], 1, LARGEST_SIZE, whole=True), "a whole number above 0"),
-        "on_nonfinite": (action in ("stop", "skip"), '"stop" or "skip"'),
-    })  # fmt: skip
-    if probe_every and accumulate > 1 and is_fsdp(model):
-        raise MantissaError(
-            f"PrecisionTrainer: probe_every={probe_every} with accumulate={accumulate}: under FSDP2 a probe would "
-            "disturb the micro-batches that wait; choose one of the two"
-        )
-
-
-def check_loss(loss: Any) -> None:
-    """Refuse what cannot be learnt from: anything but a floating-point scalar with a gradient."""
-    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-        what = f"shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise MantissaError(f"loss_fn must return the batch's mean loss, a scalar floating-point tensor; got {what}")
-    if not loss.requires_grad:
-        raise MantissaError("loss_fn returned a loss without a gradient: was the model run under torch.no_grad()?")

@@ -19,33 +19,16 @@ from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import Ranks, is_fsdp
+from mantissa.dropin.checks import check_optimizer
 from mantissa.kernels import Autocast, autocast_for, probe_autocast
 from mantissa.precision import FP32, PrecisionPolicy, ResolvedRole, resolve
-from mantissa.training.distributed import local, synchronising, unwrapped
+from mantissa.training.distributed import is_ddp, local, synchronising, unwrapped
 from mantissa.training.gradients import anomaly, flushed_fraction, gradients_of, where_nonfinite
 from mantissa.training.masters import Masters, master_weights
 from mantissa.training.nonfinite import first_nonfinite
+from mantissa.training.owners import listed, strays
 from mantissa.training.scaler import LossScaler, ScalerConfig, scaler_for
-from mantissa.training.step import Backward, OptimizerStep, StepOutcome
-
-
-def named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The optimiser's parameters by their names in the model."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise MantissaError(
-            "LBFGS calls the loss several times in one step, which loss scaling cannot follow; use another"
-        )
-    names = {id(p): name for name, p in unwrapped(model).named_parameters()}
-    named: dict[str, nn.Parameter] = {}
-    for g, group in enumerate(optimizer.param_groups):
-        for i, parameter in enumerate(group["params"]):
-            named[names.get(id(parameter), f"optimizer.param_groups[{g}][{i}]")] = parameter
-    if not set(names.values()) & set(named):
-        raise MantissaError(
-            "the optimiser holds none of the model's parameters: make it from model.parameters(), after wrapping the "
-            "model for several processes"
-        )
-    return named
+from mantissa.training.step import Backward, OptimizerStep, StepOutcome, check_fp32
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -168,8 +151,11 @@ class RetryWindow:
 
     ``micros``: those of the open window. ``outcome``: of the last step. ``total_loss``: a window's loss from its
     micro-batches'. ``detect_anomaly``: the diagnosis of a non-finite gradient names the forward's line too.
-    ``masters``: their kind.
-    ``options`` are ``OptimizerStep``'s.
+    ``masters``: their kind. ``options`` are ``OptimizerStep``'s.
+
+    What the model's owner may change between two windows (groups of the optimiser, modules, buffers, what is frozen) is
+    asked at each; parameters that train in no optimiser are one warning. What cannot be followed is refused before
+    anything moves: weights of another type or on another device, and in an open window other groups or another scale.
     """
 
     def __init__(
@@ -182,18 +168,26 @@ class RetryWindow:
         masters: Masters = "fp32",
         **options: Any,
     ) -> None:
+        check_optimizer(optimizer)
         self._model = model
         self._total_loss = total_loss
         self._detect_anomaly = detect_anomaly
         self._repeatable = False  # whether the step in progress can be
-        self._keeper = Keeper(model, device_of(model))
+        self._device = device_of(model)
+        self._keeper = Keeper(model, self._device)
+        self._scale: float | None = None  # of the gradients that wait
+        self._told: set[str] = set()
+        self._inside: set[int] = set()  # of the optimiser's parameters, those that the model had
         self.micros: list[Micro] = []
         self.outcome: StepOutcome | None = None
-        named = named_parameters(model, optimizer)
         self.step = OptimizerStep(
-            named, optimizer, precision.scaler, precision.role.active, None, diagnose=self._diagnose,
-            ranks=Ranks.of(model), masters=master_weights(masters, named, precision.role.active), **options,
+            {}, optimizer, precision.scaler, precision.role.active, None, diagnose=self._diagnose,
+            ranks=Ranks.of(model), masters=master_weights(masters, {}, precision.role.active),
+            names=unwrapped(model).named_parameters, **options,
         )  # fmt: skip
+        exchanges = is_ddp(model) and not self.step.ranks.alone
+        self._exchanged = [p for p in model.parameters() if p.requires_grad] if exchanges else None
+        self._look()
 
     @property
     def applied(self) -> bool:
@@ -201,19 +195,49 @@ class RetryWindow:
         return self.outcome is None or self.outcome.applied
 
     def begin(self) -> None:
-        """Before the first micro-batch's forward: keep what a forward changes."""
+        """Before the first micro-batch's forward: look at what its owner may have changed, and keep what a forward
+        changes."""
+        self.step.follow()
+        self._check_place()
+        self._look()
+        self._scale = None
         self._keeper.remember()
+
+    def go_on(self) -> None:
+        """Before another micro-batch of the open window, whose gradients are added to those that wait."""
+        self._check_place()
+        check_fp32(self.step.parameters)
+        if self.step.changed:
+            raise MantissaError(
+                "the optimiser's parameter groups have changed while gradients accumulate, and what waits has none for "
+                "the new ones; change groups after the optimiser's turn, or call flush() or abandon() first"
+            )
+        self.scale()
+
+    def scale(self) -> float:
+        """The scale of the next backward, which must be that of the gradients that wait."""
+        now = self.step.scaler.scale
+        if self._scale not in (None, now):
+            raise MantissaError(
+                f"the loss scale was {self._scale:g} when this window's first gradients were made and is {now:g} now: "
+                "they cannot be added; change the scaler, or load its state, after the optimiser's turn, or call "
+                "flush() or abandon() first"
+            )
+        self._scale = now
+        return now
 
     def abandon(self) -> None:
         """Forget the open window, and what its forwards did to the buffers."""
         if self.micros:
             self._keeper.restore_buffers()
-        self.micros = []
+        self.micros, self._scale = [], None
 
     def close(self, share: float = 1.0, afresh: bool = False) -> StepOutcome:
         """The optimiser's turn. ``share``: a factor on the gradients. ``afresh``: compute all micro-batches again."""
         window, tries = self.micros, 0
         self._repeatable = all(micro.repeatable for micro in window)
+        if not afresh:
+            self.scale()
 
         def backward(scale: float) -> Tensor | None:
             nonlocal tries
@@ -221,6 +245,7 @@ class RetryWindow:
             tries += 1
             if again:
                 self._keeper.restore()
+            self._scale = scale
             for micro in window:
                 if again or not micro.done:
                     micro.run(scale, micro is window[-1])
@@ -229,8 +254,60 @@ class RetryWindow:
         outcome = self.step.run(backward, accumulated=not afresh, share=share, repeatable=self._repeatable)
         if not outcome.applied:
             self._keeper.restore_buffers()
-        self.micros, self.outcome = [], outcome
+        self.micros, self.outcome, self._scale = [], outcome, None
         return outcome
+
+    def _check_place(self) -> None:
+        """Refuse a model that has moved, for autocast is of one device type and would silently do nothing on another;
+        and processes that were joined since."""
+        first = next(unwrapped(self._model).named_parameters())  # some moves make new parameters
+        for name, parameter in (first, *self.step.parameters.items()):
+            if parameter.device != self._device:
+                raise MantissaError(
+                    f"the model was on {self._device}, and {name} is now on {parameter.device}: move it first, then "
+                    "make the trainer"
+                )
+        if Ranks.here().world != self.step.ranks.world:
+            raise MantissaError(
+                f"{Ranks.here().world} processes, and there were {self.step.ranks.world} when the trainer was made: "
+                "join them and wrap the model first"
+            )
+
+    def _look(self) -> None:
+        """Refuse an optimiser of another model, and say what trains in none."""
+        inside = list(unwrapped(self._model).parameters())
+        mine, owned = set(map(id, inside)), set(map(id, self.step.parameters.values()))
+        if not mine & owned:
+            raise MantissaError(
+                "the optimiser holds none of the model's parameters: make it from model.parameters(), after wrapping "
+                "the model for several processes"
+            )
+        if self._exchanged is not None and (late := owned - set(map(id, self._exchanged))):
+            names = [name for name, p in self.step.parameters.items() if id(p) in late and p.requires_grad]
+            if names:
+                raise MantissaError(
+                    f"{listed(names)}: added or unfrozen after the model was wrapped in DDP, which does not exchange "
+                    "their gradients; unfreeze first, then wrap the model and make optimiser and trainer"
+                )
+        lost = (self._inside & owned) - mine  # one that the model never had is a loss's own
+        self._inside = (mine & owned) | lost
+        if lost or any(p.requires_grad and id(p) not in owned for p in inside):
+            self._tell()
+
+    def _tell(self) -> None:
+        """One warning for each parameter."""
+        idle, foreign = strays(self._model, self.step.optimizer)
+        new = [name for name in (*idle, *foreign) if name not in self._told]
+        self._told.update(new)
+        if not new or not self.step.ranks.rank0:
+            return
+        said = [f"in the model, trainable and in no optimiser: {listed(idle)}"] if idle else []
+        said += [f"in the optimiser and not the model's: {listed(foreign)}"] if foreign else []
+        warnings.warn(
+            f"parameters that this training does not change: {'; '.join(said)} (make the optimiser after modules are "
+            "replaced; optimizer.add_param_group adds some, requires_grad_(False) says that they are meant to stay)",
+            stacklevel=4,
+        )
 
     def _diagnose(self, backward: Backward) -> str:
         if not self._repeatable:
@@ -251,20 +328,19 @@ class Keeper:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
-        self._slots = [
-            (module, name)
-            for module in model.modules()
-            for name in module._buffers
-            if name not in module._non_persistent_buffers_set
-        ]
+        self._model = model
         self.remember()
 
     def remember(self) -> None:
         """Keep the present state, in place of what was kept before."""
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        present = ((module, name, module._buffers[name]) for module, name in self._slots)
-        self._buffers = [(module, name, buffer.clone()) for module, name, buffer in present if buffer is not None]
+        self._buffers = [
+            (module, name, None if buffer is None else buffer.clone())
+            for module in self._model.modules()
+            for name, buffer in module._buffers.items()
+            if name not in module._non_persistent_buffers_set
+        ]
 
     def restore(self) -> None:
         """Put generators and buffers back."""
@@ -277,8 +353,10 @@ class Keeper:
     def restore_buffers(self) -> None:
         """Put the buffers back, and let the generators go on."""
         for module, name, value in self._buffers:
-            buffer = module._buffers[name]
-            if buffer is not None:
+            buffer = module._buffers.get(name)
+            if buffer is None or value is None or buffer.shape != value.shape:
+                module._buffers[name] = value if value is None else value.clone()  # a forward made it, or exchanged it
+            else:
                 buffer.copy_(value)
 
 

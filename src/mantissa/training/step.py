@@ -203,8 +203,9 @@ class OptimizerStep:
 
     ``parameters``: named fp32 masters, those of them that are in the optimiser's groups; at each step they are what the
     groups hold then, whatever was added, removed or exchanged. ``names``: called for the model's parameters by name,
-    where new ones are to be named as those. ``lr_at``: learning rate of update number n (0 for the first), which a parameter
-    group multiplies by its own ``lr_scale``, if it has one; None leaves the optimiser's rates to its owner.
+    where new ones are to be named as those.
+    ``lr_at``: learning rate of update number n (0 for the first), which a parameter group multiplies by its own
+    ``lr_scale``, if it has one; None leaves the optimiser's rates to its owner.
     ``max_grad_norm``: clip bound on the unscaled Euclidean norm (inf: measure, never clip). ``clip``: adaptive
     clipping, applied to the unscaled gradients before the bound; returns the fraction of units it changed.
     ``diagnose``: given the backward, returns the name of what first became non-finite; called only before stopping.
@@ -247,12 +248,7 @@ class OptimizerStep:
         now = self.parameters
         if self.changed:
             now = named(self.optimizer, now.values(), self.names(), self._given.items())
-        for name, parameter in now.items():
-            if parameter.dtype != torch.float32:
-                raise MantissaError(
-                    f"parameter {name} is {parameter.dtype}: master weights are fp32; low precision is for kernels "
-                    "(after model.half() or .to(dtype): model.float())"
-                )
+        check_fp32(now)
         if now is not self.parameters:
             self.parameters, self._held = now, held(self.optimizer)
         if self.masters.kind != "fp32":
@@ -400,6 +396,16 @@ class OptimizerStep:
         self.masters.compensation = kept
         self.optimizer.state.clear()
         self.optimizer.state.update(states)
+
+
+def check_fp32(parameters: Mapping[str, Tensor]) -> None:
+    """``MantissaError`` where one of these masters is of another type."""
+    for name, parameter in parameters.items():
+        if parameter.dtype != torch.float32:
+            raise MantissaError(
+                f"parameter {name} is {parameter.dtype}: master weights are fp32; low precision is for kernels "
+                "(after model.half() or .to(dtype): model.float())"
+            )
 
 
 def _largest_of(gradients: list[Tensor]) -> Tensor:
