@@ -92,7 +92,7 @@ def check_optimizer(optimizer: Any) -> None:
             f"the optimiser is a {type(optimizer).__name__} of {len(optimizer)}: expected one, for a loss scale serves "
             "one; put all parameters into its groups, or make a trainer for each"
         )
-    if not all(hasattr(optimizer, name) for name in ("param_groups", "step", "zero_grad", "state_dict")):
+    if not all(hasattr(optimizer, name) for name in ("param_groups", "step", "zero_grad")):
         raise MantissaError(f"the optimiser is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise MantissaError(

@@ -219,7 +219,8 @@ class ScalerView:
         }
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Take over the scale and its age; the rule is the configuration's."""
+        """Take over the scale and its age; the rule is the configuration's. Refused while gradients accumulate."""
+        self._trainer.check_closed("scaler.load_state_dict")
         scaler = self._trainer.scaler
         scaler.load_state_dict({"scale": state["scale"], "clean_steps": state["_growth_tracker"]})
 
@@ -247,8 +248,6 @@ class FP16Trainer:
         config: FP16TrainingConfig | ExtendedFP16Config | None = None,
     ) -> None:
         self.config = self._checked(config)
-        self.model = model
-        self.optimizer = optimizer
         self._off = self.config.enabled and switched_off()
         if self._off:
             _LOG.warning("ENABLE_FP16_TRAINING is off: training in fp32, not in %s", self.config.number_format)
@@ -268,6 +267,14 @@ class FP16Trainer:
         self._trainer.optimizer_step.given_up_level = logging.WARNING  # as there
         self.scaler = ScalerView(self._trainer) if self._trainer.precision.active.needs_loss_scaling else None
         self._masters: dict[str, Tensor] = {}  # fp32 weights and buffers, while the model itself is fp16
+
+    @property
+    def model(self) -> nn.Module:
+        return self._trainer.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._trainer.optimizer
 
     @classmethod
     def _checked(cls, config: Any) -> Any:
@@ -335,7 +342,10 @@ class FP16Trainer:
         return self.model
 
     def _take_masters_back(self) -> None:
+        present = {*dict(self.model.named_parameters()), *dict(self.model.named_buffers())}
         for name, master in self._masters.items():
+            if name not in present:
+                continue  # its module was taken away meanwhile
             place, _, own = name.rpartition(".")
             module = self.model.get_submodule(place)
             here = getattr(module, own).data

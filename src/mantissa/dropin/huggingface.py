@@ -240,11 +240,13 @@ class MantissaTrainerMixin:
         window = self._window_for(model)
         if not window.micros:
             window.begin()
+        else:
+            window.go_on()
         micro = Micro(partial(self._micro, model, inputs, num_items_in_batch))
         window.micros.append(micro)
         try:
             if not cast(Any, self).accelerator.sync_gradients:
-                micro.run(self.scaler.scale, last=True)  # Trainer has arranged what is exchanged at a first pass
+                micro.run(window.scale(), last=True)  # Trainer has arranged what is exchanged at a first pass
             else:
                 outcome = window.close()
                 self._counts.update({name: outcome.row()[name] for name in _COUNTED})
@@ -269,8 +271,9 @@ class MantissaTrainerMixin:
     def _window_for(self, model: nn.Module) -> RetryWindow:
         """The window of the training in progress; made, or made again, at its first micro-batch."""
         optimizer = cast(Any, self).optimizer
-        if self._window is not None and cast(Any, self._window.step.optimizer).optimizer is optimizer:
-            return self._window
+        window = self._window
+        if window is not None and window.model is model and cast(Any, window.step.optimizer).optimizer is optimizer:
+            return window
         handover = _Handover(optimizer)
         self._window = RetryWindow(model, handover, self._settled, sum_loss, on_nonfinite=self._on_nonfinite)
         for callback in cast(Any, self).callback_handler.callbacks:

@@ -138,9 +138,11 @@ class MantissaPrecision(Precision):
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
         """The context of one ``training_step``; the first of a window notes what a repetition must put back."""
+        assert self._window is not None
         if not self._micro_batches:
-            assert self._window is not None
             self._window.begin()
+        else:
+            self._window.go_on()
         self._micro_batches += 1
         with self.forward_context():
             yield
@@ -149,7 +151,8 @@ class MantissaPrecision(Precision):
         """Call Lightning's hooks with the loss, then scale it; loss and scale are fp32."""
         loss: Tensor = super().pre_backward(tensor, module)
         self._losses.append(loss.detach().float())
-        return loss.float() * self.scaler.scale
+        assert self._window is not None
+        return loss.float() * self._window.scale()
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         assert self._settled is not None
@@ -164,6 +167,11 @@ class MantissaPrecision(Precision):
         assert window is not None
         if kwargs:
             raise MantissaError(f"MantissaPrecision: optimizer.step() with {sorted(kwargs)}: expected no options")
+        if optimizer.param_groups is not window.step.optimizer.param_groups:
+            raise MantissaError(
+                "MantissaPrecision: the optimiser was replaced while fitting; change its parameter groups instead, or "
+                "call fit again"
+            )
         loss = closure()
         automatic = model.automatic_optimization
         if loss is None and automatic:  # ``training_step`` returned None: there is no gradient

@@ -151,7 +151,7 @@ class PrecisionTrainer:
 
         Refused while gradients accumulate: they have the scale of the precision before.
         """
-        self._check_closed(f"use({precision!r})")
+        self.check_closed(f"use({precision!r})")
         self._switch(precision)
 
     def _switch(self, precision: str) -> None:
@@ -159,7 +159,8 @@ class PrecisionTrainer:
         check_masters(self.optimizer_step.masters.kind, settled.role.active)
         self._take(settled)
 
-    def _check_closed(self, what: str) -> None:
+    def check_closed(self, what: str) -> None:
+        """Refuse ``what`` while micro-batches wait for the optimiser's turn."""
         if self.accumulated:
             raise MantissaError(
                 f"{what} with {self.accumulated} of {self.accumulate} micro-batches accumulated, whose gradients it "
@@ -197,7 +198,7 @@ class PrecisionTrainer:
     @accumulate.setter
     def accumulate(self, accumulate: int) -> None:
         check_accumulate(self.model, accumulate, self.probe_every)
-        self._check_closed(f"accumulate={accumulate}")
+        self.check_closed(f"accumulate={accumulate}")
         self._accumulate = accumulate
 
     @property

@@ -169,7 +169,7 @@ class RetryWindow:
         **options: Any,
     ) -> None:
         check_optimizer(optimizer)
-        self._model = model
+        self.model = model
         self._total_loss = total_loss
         self._detect_anomaly = detect_anomaly
         self._repeatable = False  # whether the step in progress can be
@@ -260,12 +260,12 @@ class RetryWindow:
     def _check_place(self) -> None:
         """Refuse a model that has moved, for autocast is of one device type and would silently do nothing on another;
         and processes that were joined since."""
-        first = next(unwrapped(self._model).named_parameters())  # some moves make new parameters
+        first = next(unwrapped(self.model).named_parameters())  # some moves make new parameters
         for name, parameter in (first, *self.step.parameters.items()):
             if parameter.device != self._device:
                 raise MantissaError(
-                    f"the model was on {self._device}, and {name} is now on {parameter.device}: move it first, then "
-                    "make the trainer"
+                    f"the model was on {self._device} and is now on {parameter.device}: move it first, then make the "
+                    f"trainer (seen at {name})"
                 )
         if Ranks.here().world != self.step.ranks.world:
             raise MantissaError(
@@ -275,7 +275,7 @@ class RetryWindow:
 
     def _look(self) -> None:
         """Refuse an optimiser of another model, and say what trains in none."""
-        inside = list(unwrapped(self._model).parameters())
+        inside = list(unwrapped(self.model).parameters())
         mine, owned = set(map(id, inside)), set(map(id, self.step.parameters.values()))
         if not mine & owned:
             raise MantissaError(
@@ -296,7 +296,7 @@ class RetryWindow:
 
     def _tell(self) -> None:
         """One warning for each parameter."""
-        idle, foreign = strays(self._model, self.step.optimizer)
+        idle, foreign = strays(self.model, self.step.optimizer)
         new = [name for name in (*idle, *foreign) if name not in self._told]
         self._told.update(new)
         if not new or not self.step.ranks.rank0:
@@ -313,8 +313,8 @@ class RetryWindow:
         if not self._repeatable:
             return "not known, for this batch's forward cannot be repeated"
         scale = self.step.scaler.scale
-        self._model.zero_grad(set_to_none=True)
-        model = unwrapped(self._model)
+        self.model.zero_grad(set_to_none=True)
+        model = unwrapped(self.model)
         with first_nonfinite(model) as operation:
             where = where_nonfinite(model, lambda: backward(scale))
         if operation.found is not None:

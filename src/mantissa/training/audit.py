@@ -29,6 +29,7 @@ from mantissa.precision.formats import BF16, E4M3, E5M2, FP16, FP32, is_on_grid
 from mantissa.training.distributed import local
 from mantissa.training.masters import Masters, master_weights
 from mantissa.training.optimizer import is_eight_bit
+from mantissa.training.owners import held, strays
 from mantissa.training.step import OptimizerStep
 
 _NARROW_FIRST = (E5M2, E4M3, BF16, FP16, FP32)
@@ -51,12 +52,16 @@ class AuditRow:
 class Audit:
     """``rows``: what is stored. ``smallest``: the smallest relative update that moved a weight of 1; None where the
     optimiser could not be probed, and ``unprobed`` says why. ``adds_up``: whether smaller ones add up over steps.
-    ``warnings``: what of it loses updates or digits, a sentence each."""
+    ``idle``: the model's parameters that train and are in no group of the optimiser; ``foreign``: the optimiser's that
+    are not the model's, by their places in its groups. ``warnings``: what of it loses updates or digits, a sentence
+    each."""
 
     rows: tuple[AuditRow, ...]
     smallest: float | None = None
     adds_up: bool | None = None
     unprobed: str = ""
+    idle: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
     warnings: tuple[str, ...] = field(default=())
 
     def __str__(self) -> str:
@@ -92,14 +97,17 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerStep | N
     rows = [*_rows("weights", trained), *_rows("gradients", [p.grad for p in trained if p.grad is not None])]
     if bare is None:
         return Audit(tuple(rows), unprobed="no optimiser was given", warnings=tuple(_warnings(rows, None, None)))
-    owned = [p for group in bare.param_groups for p in group["params"]]
-    mine = {id(p) for p in trained}
+    owned, mine = held(bare), {id(p) for p in trained}
+    idle, foreign = strays(model, bare, () if step is None else step.given.values())
     if owned and not any(id(p) in mine for p in owned):
         rows += _rows("masters", owned)
+        if any(p.dtype != torch.float32 for p in trained):
+            idle, foreign = [], []  # wider copies of all that train
     for name, tensors in _moments(bare).items():
         rows += _rows(f"moment {name}", tensors)
     smallest, adds_up, why = _probed(bare, step, owned[0].dtype if owned else torch.float32)
-    return Audit(tuple(rows), smallest, adds_up, why, tuple(_warnings(rows, smallest, adds_up)))
+    warned = (*_warnings(rows, smallest, adds_up), *_stray(idle, foreign))
+    return Audit(tuple(rows), smallest, adds_up, why, tuple(idle), tuple(foreign), warned)
 
 
 def _rows(role: str, tensors: Iterable[Tensor]) -> Iterator[AuditRow]:
@@ -198,3 +206,16 @@ def _warnings(rows: list[AuditRow], smallest: float | None, adds_up: bool | None
             and row.role in ("weights", "masters")
         ):
             yield f"{row.role} are float32 tensors, but all their values are {row.holds}'s: they were rounded"
+
+
+def _stray(idle: list[str], foreign: list[str]) -> Iterator[str]:
+    if idle:
+        yield (
+            f"in no group of the optimiser, so that they stay as they are: {', '.join(idle)}; add them "
+            "(optimizer.add_param_group), or freeze them (requires_grad_(False))"
+        )
+    if foreign:
+        yield (
+            f"in the optimiser and not in the model: {', '.join(foreign)}; where a module was replaced after the "
+            "optimiser was made, make it again"
+        )

@@ -41,12 +41,13 @@ def named(
     return {called[key]: parameter for key, parameter in (known | owned).items()}
 
 
-def strays(model: nn.Module, optimizer: Any) -> tuple[list[str], list[str]]:
-    """Names of the model's parameters that train and are in no group, and of the optimiser's that are no model's."""
+def strays(model: nn.Module, optimizer: Any, others: Iterable[nn.Parameter] = ()) -> tuple[list[str], list[str]]:
+    """Names of the model's parameters that train and are in no group, and of the optimiser's that are neither the
+    model's nor ``others``."""
     owned, inside = {id(p) for p in held(optimizer)}, unwrapped(model)
     idle = [name for name, p in inside.named_parameters() if p.requires_grad and id(p) not in owned]
-    mine = {id(p) for p in inside.parameters()}
-    foreign = [name for name, p in named(optimizer, (), inside.named_parameters()).items() if id(p) not in mine]
+    known = {id(p) for p in (*inside.parameters(), *others)}
+    foreign = [name for name, p in named(optimizer, (), inside.named_parameters()).items() if id(p) not in known]
     return idle, foreign
 
 

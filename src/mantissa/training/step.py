@@ -234,7 +234,7 @@ class OptimizerStep:
         mine = self.masters.parameters
         # what was given to the step and not to its masters is not theirs to round
         self._others = {name for name, p in self.parameters.items() if p.requires_grad and name not in mine}
-        self._given, self._held = self.parameters, list[nn.Parameter]()
+        self.given, self._held = self.parameters, list[nn.Parameter]()
         self.follow()
 
     @property
@@ -247,7 +247,7 @@ class OptimizerStep:
         """Take the optimiser's parameters as its groups have them now. ``MantissaError`` where one is not fp32."""
         now = self.parameters
         if self.changed:
-            now = named(self.optimizer, now.values(), self.names(), self._given.items())
+            now = named(self.optimizer, now.values(), self.names(), self.given.items())
         check_fp32(now)
         if now is not self.parameters:
             self.parameters, self._held = now, held(self.optimizer)

@@ -93,6 +93,7 @@ class MantissaFsdp2(CpuFsdp2):
             on_nonfinite=self.options.on_nonfinite,
             ranks=Ranks.here(),
             given_up_level=logging.WARNING,
+            names=self.module.named_parameters,
         )
         self.scaler = _Scale(self.step)
 
