@@ -205,8 +205,12 @@ class RetryWindow:
 
     def go_on(self) -> None:
         """Before another micro-batch of the open window, whose gradients are added to those that wait."""
-        self._check_place()
-        check_fp32(self.step.parameters)
+        try:
+            self._check_place()
+            check_fp32(self.step.parameters)
+        except MantissaError:
+            self.abandon()  # what waits was moved or cast with the weights
+            raise
         if self.step.changed:
             raise MantissaError(
                 "the optimiser's parameter groups have changed while gradients accumulate, and what waits has none for "
