@@ -23,7 +23,7 @@ pytest.importorskip("accelerate", reason="needs accelerate: pip install 'mantiss
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import huggingface_worker
-from mantissa.dropin import MantissaTrainerMixin, ScalerTelemetry
+from mantissa.dropin import MantissaTrainerMixin, PrecisionTrainer, ScalerTelemetry
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -298,3 +298,60 @@ def test_ranks_repeat_a_window_alike(tmp_path: Path) -> None:
     assert ends["calm"]["retries"] == [0, 0]
     for key, value in ends["troubled"]["weights"].items():
         torch.testing.assert_close(value, ends["calm"]["weights"][key], rtol=2e-3, atol=1e-4)
+
+
+def test_a_group_that_a_callback_adds_is_unscaled_and_retried(tmp_path: Path) -> None:
+    """As by PrecisionTrainer with the same groups, in a run whose scale overflows in the new layer alone."""
+    batches, late = data(4), [0]
+
+    def made() -> tuple[nn.Sequential, torch.optim.Optimizer, Callable[[int], None], list[Any]]:
+        net, scaler = mlp(), list[Any]()
+        net[0].requires_grad_(False)
+        optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.05)
+
+        def unfreeze(step: int) -> None:
+            if step == 2:
+                net[0].requires_grad_(True)
+                above = torch.full_like(net[0].bias, math.inf)
+                net[0].bias.register_hook(lambda grad: above if scaler[0].scale > 2.0**9 else grad)
+                optimizer.add_param_group({"params": list(net[0].parameters()), "lr": 0.02})
+
+        return net, optimizer, unfreeze, scaler
+
+    options = {"scale": ScalerConfig(initial=2.0**10), "say": quiet}
+    ours, optimizer, unfreeze, scaler = made()
+    arguments = TrainingArguments(
+        str(tmp_path), num_train_epochs=1, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
+        dataloader_pin_memory=False, lr_scheduler_type="constant", max_grad_norm=0, logging_steps=1,
+    )  # fmt: skip
+    constant = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    trainer = Ours(
+        model=Model(ours), args=arguments, optimizers=(optimizer, constant), callbacks=[At(unfreeze)],
+        precision="fp16", **options,
+    )  # fmt: skip
+    scaler.append(trainer.scaler)
+    trainer.batches = batches
+    trainer.train()
+    other, same_optimizer, unfreeze, scaler = made()
+    oracle = PrecisionTrainer(other, same_optimizer, "fp16", **options)
+    scaler.append(oracle.scaler)
+    for step, batch in enumerate(batches):
+        unfreeze(step)
+        late[0] += oracle.step(batch, cross_entropy).overflows
+    assert late[0] == 1
+    assert sum(logged(trainer, "precision/retries")) == 1
+    assert same(state(ours), state(other))
+
+
+def test_a_scale_changed_between_a_windows_batches_is_refused(tmp_path: Path) -> None:
+    class Meddles(Ours):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            loss = super().training_step(*args, **kwargs)
+            self.scaler.load_state_dict({"scale": 4.0, "clean_steps": 0})
+            return loss
+
+    net = mlp()
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    with pytest.raises(MantissaError, match=r"loss scale was 65536 .* and is 4 now"):
+        train(Meddles, net, data(2), tmp_path, precision="fp16", gradient_accumulation_steps=2, say=quiet)
+    assert all(map(torch.equal, net.parameters(), before))

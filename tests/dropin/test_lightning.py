@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from pathlib import Path
@@ -20,8 +21,11 @@ from toys import Batch, OverflowsAbove, cross_entropy, data, fragile, mlp, quiet
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Lightning's own, at import
     pl = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install 'mantissa-rl[lightning]'")
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.plugins.precision import Precision
+
 import lightning_worker
-from mantissa.dropin import MantissaPrecision
+from mantissa.dropin import MantissaPrecision, PrecisionTrainer
 
 pytestmark = [
     # Lightning speaks to torch's pytree in a way that torch 2.13 deprecates.
@@ -340,3 +344,84 @@ def test_ranks_decide_alike(tmp_path: Path) -> None:
     assert kinds == ["stepped", "stepped", "retried", "skipped"]
     assert first["state"] == second["state"]
     assert (first["state"]["updates"], first["state"]["skipped"]) == (3, 1)
+
+
+class Unfreezes(BaseFinetuning):
+    """The last layer first; the others join its optimiser in the second epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(list(pl_module.net[:-1]))
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(list(pl_module.net[:-1]), optimizer, lr=0.02)
+
+
+class Head(Module):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.net.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+@pytest.mark.filterwarnings("ignore:.*trainable parameters.*:UserWarning")  # Lightning's, of the frozen epoch
+@pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist.*")
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_layers_unfrozen_by_lightnings_own_callback_are_those_of_precision_trainer(
+    precision: str, tmp_path: Path
+) -> None:
+    ours = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    plain, oracle = copy.deepcopy(ours), copy.deepcopy(ours)
+    batches, scale = data(3), ScalerConfig(initial=2.0**12)
+    plugin = MantissaPrecision(precision, scale=scale, say=quiet)
+    options = {"gradient_clip_val": 0.3, "max_epochs": 2, "callbacks": [Unfreezes()]}
+    fit(Head(ours), batches, tmp_path, plugin, **options)
+    fit(Head(plain), batches, tmp_path, Precision(), **options)  # Lightning's own, in fp32
+    for name, value in state(ours).items():
+        torch.testing.assert_close(value, state(plain)[name], rtol=0.02, atol=0.003)
+    oracle[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(oracle[2].parameters(), lr=0.05, momentum=0.9)
+    trainer = PrecisionTrainer(oracle, optimizer, precision, scale=scale, max_grad_norm=0.3, say=quiet)
+    for epoch in range(2):
+        if epoch == 1:
+            oracle[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(oracle[0].parameters()), "lr": 0.02})
+        for batch in batches:
+            trainer.step(batch, cross_entropy)
+    assert same(state(ours), state(oracle))
+    assert plugin.outcome.grad_norm == trainer.latest.grad_norm
+
+
+class Meddles(pl.Callback):
+    """Calls ``work(trainer)`` before the batch of this index."""
+
+    def __init__(self, index: int, work: Any) -> None:
+        self.index, self.work = index, work
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if index == self.index:
+            self.work(trainer)
+
+
+def test_what_cannot_be_followed_in_a_fit_is_refused(tmp_path: Path) -> None:
+    def other_scale(trainer: Any) -> None:
+        trainer.precision_plugin.scaler.scale = 64.0
+
+    def other_optimizer(trainer: Any) -> None:
+        trainer.strategy.optimizers = [torch.optim.SGD(trainer.model.parameters(), lr=0.05)]
+
+    def cast(trainer: Any) -> None:
+        trainer.model.net.half()
+
+    for work, message in (
+        (other_scale, "loss scale was 65536 .* and is 64 now"),
+        (other_optimizer, "the optimiser was replaced while fitting"),
+        (cast, "master weights are fp32"),
+    ):
+        net = mlp()
+        before = [parameter.detach().half() for parameter in net.parameters()]
+        plugin, callbacks = MantissaPrecision("fp16", say=quiet), [Meddles(1, work)]
+        with pytest.raises(MantissaError, match=message):
+            fit(Module(net), data(2), tmp_path, plugin, callbacks=callbacks, accumulate_grad_batches=2)
+        assert all(torch.equal(now.half(), then) for now, then in zip(net.parameters(), before, strict=True))
