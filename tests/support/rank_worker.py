@@ -307,6 +307,36 @@ def masters(kind: str | None, folder: Path) -> dict[str, Any]:
     return found | {"error": _refused(lambda: master_weights("bf16_stochastic", {"w": columns}, BF16))}
 
 
+def changing(kind: str | None, folder: Path) -> dict[str, Any]:
+    """The body joins the head's optimiser after two steps, each after an evaluation, which leaves FSDP2's root whole.
+
+    ``error``: of a trainer whose model was wrapped while the body was frozen, which DDP goes on to believe.
+    """
+    model: Any = make_model()
+    trained = distribute(model, kind) if kind is not None else model  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer = PrecisionTrainer(trained, optimizer, "fp32", scale=1024.0, say=lambda line: None)
+    todo = batches(5)
+    for i, batch in enumerate(todo):
+        if i == 2:
+            optimizer.add_param_group({"params": list(model.blocks.parameters()), "lr": 0.05})
+        with torch.no_grad():
+            trainer.model(batch[0])
+        train(trainer, [batch])
+    found = result(trainer, told=[str(each.message) for each in told], names=list(trainer.optimizer_step.parameters))
+    late = make_model()
+    late.blocks.requires_grad_(False)
+    wrapped = distribute(late, kind) if kind is not None else late  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(late.head.parameters(), lr=0.1)
+    trainer = PrecisionTrainer(wrapped, optimizer, "fp32", say=lambda line: None)
+    train(trainer, todo[:1])
+    late.blocks.requires_grad_(True)
+    optimizer.add_param_group({"params": list(late.blocks.parameters())})
+    return found | {"error": _refused(lambda: train(trainer, todo[1:2]))}
+
+
 def _refused(work: Callable[[], object]) -> str:
     try:
         work()
@@ -318,7 +348,7 @@ def _refused(work: Callable[[], object]) -> str:
 SCENARIOS = {
     f.__name__: f
     for f in (equal, inf_on_one_rank, accumulate, uneven, broken_window, guarded, save, crash, resume, resume_crashed)
-} | {f.__name__: f for f in (unwrapped_is_refused, full_disk, clipping, masters)}
+} | {f.__name__: f for f in (unwrapped_is_refused, full_disk, clipping, masters, changing)}
 
 
 def main() -> None:

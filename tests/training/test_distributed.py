@@ -20,7 +20,7 @@ from mantissa.training.distributed import grad_norm
 
 KINDS = ("ddp", "fsdp2")
 TOGETHER = ("equal", "inf_on_one_rank", "accumulate", "uneven", "broken_window", "guarded", "save")
-REFUSED = ("unwrapped_is_refused", "full_disk", "clipping", "masters")
+REFUSED = ("unwrapped_is_refused", "full_disk", "clipping", "masters", "changing")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -91,6 +91,18 @@ def test_uneven_batches_count_by_their_rows(two: tuple[str, Path]) -> None:
         assert both["kinds"] == ["accumulated", "stepped", "accumulated", "stepped"]
         assert_close(both["weights"], model.state_dict(), 1e-5)
     assert left(two, "uneven", 0)["stats"]["batches_seen"] == 3
+
+
+def test_a_group_added_later_is_exchanged_or_refused(two: tuple[str, Path], tmp_path: Path) -> None:
+    """DDP exchanges what trained when it wrapped the model, and no more; FSDP2 whatever trains."""
+    kind, _ = two
+    alone = rank_worker.changing(None, tmp_path)
+    for rank in (0, 1):
+        both = left(two, "changing", rank)
+        assert both["names"] == alone["names"]
+        assert_close(both["weights"], alone["weights"])
+        assert ("added or unfrozen after the model was wrapped in DDP" in both["error"]) is (kind == "ddp")
+        assert [text.count("in no optimiser") for text in both["told"]] == [1] * (rank == 0)
 
 
 def test_the_guard_of_rank_0_decides_for_all(two: tuple[str, Path]) -> None:

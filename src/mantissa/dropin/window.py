@@ -22,7 +22,7 @@ from mantissa.base.ranks import Ranks, is_fsdp
 from mantissa.dropin.checks import check_optimizer
 from mantissa.kernels import Autocast, autocast_for, probe_autocast
 from mantissa.precision import FP32, PrecisionPolicy, ResolvedRole, resolve
-from mantissa.training.distributed import is_ddp, local, synchronising, unwrapped
+from mantissa.training.distributed import is_ddp, local, named_parameters, synchronising, unwrapped
 from mantissa.training.gradients import anomaly, flushed_fraction, gradients_of, where_nonfinite
 from mantissa.training.masters import Masters, master_weights
 from mantissa.training.nonfinite import first_nonfinite
@@ -183,7 +183,7 @@ class RetryWindow:
         self.step = OptimizerStep(
             {}, optimizer, precision.scaler, precision.role.active, None, diagnose=self._diagnose,
             ranks=Ranks.of(model), masters=master_weights(masters, {}, precision.role.active),
-            names=unwrapped(model).named_parameters, **options,
+            names=lambda: named_parameters(model).items(), **options,
         )  # fmt: skip
         exchanges = is_ddp(model) and not self.step.ranks.alone
         self._exchanged = [p for p in model.parameters() if p.requires_grad] if exchanges else None
@@ -279,7 +279,7 @@ class RetryWindow:
 
     def _look(self) -> None:
         """Refuse an optimiser of another model, and say what trains in none."""
-        inside = list(unwrapped(self.model).parameters())
+        inside = named_parameters(self.model).values()
         mine, owned = set(map(id, inside)), set(map(id, self.step.parameters.values()))
         if not mine & owned:
             raise MantissaError(

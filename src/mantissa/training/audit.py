@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.precision.formats import BF16, E4M3, E5M2, FP16, FP32, is_on_grid
-from mantissa.training.distributed import local
+from mantissa.training.distributed import local, named_parameters
 from mantissa.training.masters import Masters, master_weights
 from mantissa.training.optimizer import is_eight_bit
 from mantissa.training.owners import held, strays
@@ -93,7 +93,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerStep | N
     step = optimizer if isinstance(optimizer, OptimizerStep) else None
     bare = step.optimizer if step is not None else optimizer
     assert bare is None or isinstance(bare, torch.optim.Optimizer)
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = [p for p in named_parameters(model).values() if p.requires_grad]
     rows = [*_rows("weights", trained), *_rows("gradients", [p.grad for p in trained if p.grad is not None])]
     if bare is None:
         return Audit(tuple(rows), unprobed="no optimiser was given", warnings=tuple(_warnings(rows, None, None)))

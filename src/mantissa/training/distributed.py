@@ -56,6 +56,17 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.module if is_ddp(model) else model  # type: ignore[return-value]
 
 
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The model's parameters by name, those that an optimiser holds: FSDP2's slices, also where a forward without a
+    backward has left its whole ones in their place (they are given up, and gathered again by the next forward)."""
+    inside = unwrapped(model)
+    if is_fsdp(inside):
+        for module in inside.modules():
+            if is_fsdp(module):
+                module.reshard()  # type: ignore[operator]
+    return dict(inside.named_parameters())
+
+
 @contextlib.contextmanager
 def synchronising(model: nn.Module, when: bool) -> Iterator[None]:
     """Forward and backward of a micro-batch; ``when`` is False for all but the last, whose backward averages gradients

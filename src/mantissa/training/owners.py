@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from mantissa.training.distributed import unwrapped
+from mantissa.training.distributed import named_parameters
 
 
 def held(optimizer: Any) -> list[nn.Parameter]:
@@ -44,10 +44,10 @@ def named(
 def strays(model: nn.Module, optimizer: Any, others: Iterable[nn.Parameter] = ()) -> tuple[list[str], list[str]]:
     """Names of the model's parameters that train and are in no group, and of the optimiser's that are neither the
     model's nor ``others``."""
-    owned, inside = {id(p) for p in held(optimizer)}, unwrapped(model)
-    idle = [name for name, p in inside.named_parameters() if p.requires_grad and id(p) not in owned]
-    known = {id(p) for p in (*inside.parameters(), *others)}
-    foreign = [name for name, p in named(optimizer, (), inside.named_parameters()).items() if id(p) not in known]
+    owned, inside = {id(p) for p in held(optimizer)}, named_parameters(model)
+    idle = [name for name, p in inside.items() if p.requires_grad and id(p) not in owned]
+    known = {id(p) for p in (*inside.values(), *others)}
+    foreign = [name for name, p in named(optimizer, (), inside.items()).items() if id(p) not in known]
     return idle, foreign
 
 

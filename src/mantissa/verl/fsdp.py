@@ -29,6 +29,7 @@ from mantissa.base.files import write_atomically
 from mantissa.base.ranks import Ranks
 from mantissa.base.readers.json import read_json
 from mantissa.training import OptimizerStep, StepOutcome
+from mantissa.training.distributed import named_parameters
 from mantissa.verl.flowrl import FlowRL
 from mantissa.verl.options import fsdp2_options
 
@@ -93,7 +94,7 @@ class MantissaFsdp2(CpuFsdp2):
             on_nonfinite=self.options.on_nonfinite,
             ranks=Ranks.here(),
             given_up_level=logging.WARNING,
-            names=self.module.named_parameters,
+            names=lambda: named_parameters(self.module).items(),
         )
         self.scaler = _Scale(self.step)
 
