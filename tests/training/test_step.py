@@ -11,8 +11,18 @@ from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import SimulatedKernels
-from mantissa.precision import FP16, FP32
-from mantissa.training import LossScaler, OptimizerStep, ScalerConfig, adamw, learning_rate, where_nonfinite
+from mantissa.precision import BF16, FP16, FP32
+from mantissa.precision.formats import is_on_grid
+from mantissa.training import (
+    LossScaler,
+    OptimizerStep,
+    ScalerConfig,
+    adamw,
+    learning_rate,
+    master_weights,
+    where_nonfinite,
+)
+from mantissa.training.audit import audit
 
 
 def make_step(model: nn.Module, scaler: LossScaler, **options) -> OptimizerStep:
@@ -187,3 +197,69 @@ def test_a_group_with_a_scale_of_its_own_moves_by_that_much_more() -> None:
     assert outcome.lr == 1e-3
     torch.testing.assert_close(parameters["a"].detach(), torch.full((3,), -1e-3))
     torch.testing.assert_close(parameters["b"].detach(), torch.full((3,), -2e-2))
+
+
+def test_a_step_over_named_parameters_follows_its_optimizer() -> None:
+    """A head joins, and an exchanged weight takes its place and its name: as torch's GradScaler steps them."""
+    torch.manual_seed(7)
+    model, head = nn.Linear(4, 4), nn.Linear(4, 2)
+    plain, other = copy.deepcopy(model), copy.deepcopy(head)
+    optimizer, theirs = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, plain))
+    step = OptimizerStep(
+        dict(model.named_parameters()), optimizer, LossScaler(ScalerConfig(initial=512.0)), FP32, None, 0.5,
+        names=lambda: [*model.named_parameters(), *((f"head.{name}", p) for name, p in head.named_parameters())],
+    )  # fmt: skip
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=1000)
+
+    def change(turn: int, model: nn.Linear, head: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+        if turn == 1:
+            optimizer.add_param_group({"params": list(head.parameters())})
+        if turn == 2:
+            model.weight = nn.Parameter(torch.full((4, 4), 0.1))
+            optimizer.add_param_group({"params": [model.weight]})
+
+    for turn in range(4):
+        x = torch.randn(8, 4)
+        change(turn, model, head, optimizer)
+        change(turn, plain, other, theirs)
+
+        def backward(scale: float, x: Tensor = x) -> None:
+            (head(model(x)).square().mean() * scale).backward()
+
+        outcome = step.run(backward)
+        theirs.zero_grad()
+        scaler.scale(other(plain(x)).square().mean()).backward()
+        scaler.unscale_(theirs)
+        held = [p for group in theirs.param_groups for p in group["params"]]
+        assert outcome.grad_norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(held, 0.5)), rel=1e-5)
+        scaler.step(theirs)
+        scaler.update()
+    for ours, expected in zip(
+        [*model.parameters(), *head.parameters()], [*plain.parameters(), *other.parameters()], strict=True
+    ):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
+    assert list(step.parameters) == ["optimizer.param_groups[0][0]", "bias", "head.weight", "head.bias", "weight"]
+    saved = {name: value.clone() for name, value in step.optimizer_tensors().items()}
+    assert torch.equal(saved["weight/exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    del optimizer.param_groups[0]["params"][0]  # what no model has
+    with pytest.raises(MantissaError, match="which this model does not have"):
+        step.load_optimizer_tensors(saved)
+    kept = {name: value for name, value in saved.items() if not name.startswith("optimizer")}
+    step.load_optimizer_tensors(kept)
+    assert step.optimizer_tensors().keys() == kept.keys()
+
+
+def test_masters_that_a_step_was_given_and_its_rule_was_not_stay_fp32() -> None:
+    """As FlowRL's head beside a policy of bf16; a group that is added later is rounded."""
+    model = nn.ModuleDict({"policy": nn.Linear(3, 3), "head": nn.Linear(3, 1), "late": nn.Linear(3, 1)})
+    policy = dict(model["policy"].named_parameters(prefix="policy"))
+    head = dict(model["head"].named_parameters(prefix="head"))
+    optimizer = torch.optim.SGD([*policy.values(), *head.values()], lr=0.01)
+    masters = master_weights("bf16_nearest", policy, FP32)
+    step = OptimizerStep(policy | head, optimizer, LossScaler.disabled(), FP32, None, masters=masters)
+    optimizer.add_param_group({"params": list(model["late"].parameters())})
+    step.run(lambda scale: (sum(p.square().sum() for p in model.parameters()) * scale).backward())
+    on_grid = {name: bool(is_on_grid(p.detach(), BF16).all()) for name, p in model.named_parameters()}
+    assert on_grid == {name: not name.startswith("head") for name in on_grid}
+    seen = audit(model["policy"], step)
+    assert (seen.idle, len(seen.foreign)) == ((), 2)  # the late ones; the head was given by name
