@@ -141,7 +141,7 @@ def refuses_sparse(optimizer: Any, parameter: Tensor) -> str | None:
     advice = "take SparseAdam, SGD or Adagrad, or set sparse=False in the embedding"
     owner = next((kind for kind in type(optimizer).__mro__ if "step" in vars(kind)), object)
     takes = owner in (torch.optim.SGD, torch.optim.SparseAdam, torch.optim.Adagrad)
-    if is_eight_bit(optimizer) or (owner.__module__.startswith("torch.optim.") and not takes):
+    if is_eight_bit(optimizer) or (f"{owner.__module__}.".startswith("torch.optim.") and not takes):
         return f"{type(optimizer).__name__} does not take; {advice}"
     group = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), {})
     for option, off in (("weight_decay", 0), ("fused", False)):
