@@ -47,7 +47,7 @@ def grad_norm(gradients: Iterable[Tensor], wide: bool = False) -> Tensor:
         (sharded if is_dtensor(gradient) else plain).append(gradient)
     if wide:
         parts: list[Any] = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in map(local, plain)]
-        parts += [torch.linalg.vector_norm(g, dtype=torch.float64).full_tensor() for g in sharded]  # type: ignore
+        parts += [torch.linalg.vector_norm(g, dtype=torch.float64).full_tensor() for g in sharded]
         return torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))
     norm = torch.nn.utils.get_total_norm([local(gradient) for gradient in plain])
     if not sharded:
@@ -176,6 +176,12 @@ def distribute(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise MantissaError(
+                f'distribute(kind="fsdp2"): {name} has sparse=True, and FSDP2 exchanges no sparse gradients; set '
+                'sparse=False, or take kind="ddp"'
+            )
     options.setdefault("mesh", init_device_mesh(place.type, (ranks.world,)))
     lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
     chosen = [m for m in model.modules() if isinstance(m, blocks)] if blocks else [m for each in lists for m in each]

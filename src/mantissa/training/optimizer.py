@@ -143,7 +143,7 @@ def refuses_sparse(optimizer: Any, parameter: Tensor) -> str | None:
     takes = owner in (torch.optim.SGD, torch.optim.SparseAdam, torch.optim.Adagrad)
     if is_eight_bit(optimizer) or (f"{owner.__module__}.".startswith("torch.optim.") and not takes):
         return f"{type(optimizer).__name__} does not take; {advice}"
-    group = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), {})
+    group: dict[str, Any] = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), {})
     for option, off in (("weight_decay", 0), ("fused", False)):
         if takes and group.get(option):
             return f"{type(optimizer).__name__} does not take with {option}={group[option]}; set {option}={off} for it"
