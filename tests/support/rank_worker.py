@@ -279,6 +279,34 @@ def clipping(kind: str | None, folder: Path) -> dict[str, Any]:
     return gradients | {"fractions": fractions, "error": _refused(lambda: adaptive_clip_([columns], 0.01))}
 
 
+def unusual(kind: str | None, folder: Path) -> dict[str, Any]:
+    """Gradients whose squares leave fp32, and tiny ones; then a loss of none of the optimiser's parameters."""
+    norms, weights = [], {}
+    for factor in (1e25, 1e-22):
+        trainer = make_trainer(kind, max_grad_norm=0.5)
+        batch = mine(batches(1)[0], trainer.ranks.rank, trainer.ranks.world)
+        norms.append(trainer.step(batch, lambda model, batch, by=factor: loss_fn(model, batch) * by).grad_norm)
+        weights[str(factor)] = result(trainer)["weights"]
+    aside = nn.Parameter(torch.ones(()))
+    error = _refused(lambda: trainer.step(batch, lambda model, batch: aside * 2))
+    return {"norms": norms, "weights": weights, "error": error}
+
+
+def sparse_rows(kind: str | None, folder: Path) -> dict[str, Any]:
+    """An embedding whose ranks meet other rows, and some of the same."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Embedding(8, 3, sparse=True), nn.Linear(3, 1))
+    if kind == "fsdp2":
+        return {"error": _refused(lambda: distribute(model, "fsdp2"))}
+    model = distribute(model, "ddp") if kind else model
+    trainer = PrecisionTrainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.5), "fp32", max_grad_norm=0.1, say=lambda line: None
+    )
+    ids = mine((torch.tensor([0, 1, 1, 2, 1, 5, 6, 6]), torch.zeros(8)), trainer.ranks.rank, trainer.ranks.world)
+    norm = trainer.step(ids, lambda model, batch: model(batch[0]).square().mean()).grad_norm
+    return result(trainer, norm=norm)
+
+
 def masters(kind: str | None, folder: Path) -> dict[str, Any]:
     """Updates of bf16 weights, whole and sharded by rows (one row, and none, on a rank among them) or replicated."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -348,7 +376,7 @@ def _refused(work: Callable[[], object]) -> str:
 SCENARIOS = {
     f.__name__: f
     for f in (equal, inf_on_one_rank, accumulate, uneven, broken_window, guarded, save, crash, resume, resume_crashed)
-} | {f.__name__: f for f in (unwrapped_is_refused, full_disk, clipping, masters, changing)}
+} | {f.__name__: f for f in (unwrapped_is_refused, full_disk, clipping, masters, changing, unusual, sparse_rows)}
 
 
 def main() -> None:

@@ -78,3 +78,14 @@ def test_one_row_does_not_change_another_and_zero_weights_may_move() -> None:
 def test_nonsense_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(MantissaError, match=r"adaptive clipping: .*expected positive numbers"):
         adaptive_clip_([], **wrong)
+
+
+@pytest.mark.parametrize("size", [1e19, 1e25, 3e38])
+def test_a_unit_whose_squares_leave_fp32_keeps_its_direction(size: float) -> None:
+    matrix, vector = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.zeros(2))
+    matrix.grad = torch.tensor([[1.0, -0.5], [1e-30, 0.0], [0.0, -1.0]]) * size
+    vector.grad = torch.tensor([0.5, 1.0]) * size
+    expected = [naive(p, p.grad, 0.01, 1e-3) for p in (matrix, vector)]
+    assert float(adaptive_clip_([matrix, vector], 0.01)) == pytest.approx(sum(n for _, n in expected) / 4)
+    for parameter, (grad, _) in zip((matrix, vector), expected, strict=True):
+        torch.testing.assert_close(parameter.grad.double(), grad, rtol=1e-6, atol=2.0**-148)

@@ -20,7 +20,7 @@ from mantissa.training.distributed import grad_norm
 
 KINDS = ("ddp", "fsdp2")
 TOGETHER = ("equal", "inf_on_one_rank", "accumulate", "uneven", "broken_window", "guarded", "save")
-REFUSED = ("unwrapped_is_refused", "full_disk", "clipping", "masters", "changing")
+REFUSED = ("unwrapped_is_refused", "full_disk", "clipping", "masters", "changing", "unusual", "sparse_rows")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -164,6 +164,29 @@ def test_shards_are_clipped_as_the_whole_is(two: tuple[str, Path]) -> None:
         for one, other in zip(found["whole"], found["split"], strict=True):
             torch.testing.assert_close(other, one, rtol=1e-6, atol=0.0)
         assert "shard on dimension 0, or clip by the global norm" in found["error"]
+
+
+def test_norms_beyond_fp32_s_squares_and_a_step_without_a_gradient(two: tuple[str, Path], tmp_path: Path) -> None:
+    alone = rank_worker.unusual(None, tmp_path)
+    usual = rank_worker.make_model()
+    rank_worker.loss_fn(usual, rank_worker.batches(1)[0]).backward()
+    norm = float(torch.cat([p.grad.double().flatten() for p in usual.parameters()]).norm())
+    for rank in (0, 1):
+        both = left(two, "unusual", rank)
+        assert both["norms"] == pytest.approx([1e25 * norm, 1e-22 * norm], rel=1e-5, abs=0.0)
+        assert "no parameter of the optimiser has a gradient" in both["error"]
+        assert_close(both["weights"]["1e+25"], alone["weights"]["1e+25"], 1e-4)
+
+
+def test_rows_of_an_embedding_are_exchanged_or_refused(two: tuple[str, Path], tmp_path: Path) -> None:
+    alone = rank_worker.sparse_rows(None, tmp_path)
+    for rank in (0, 1):
+        both = left(two, "sparse_rows", rank)
+        if two[0] == "fsdp2":
+            assert "0 has sparse=True, and FSDP2 exchanges no sparse gradients" in both["error"]
+        else:
+            assert both["norm"] == pytest.approx(alone["norm"], rel=1e-6)
+            assert_close(both["weights"], alone["weights"])
 
 
 def test_shards_of_bf16_weights_are_rounded_as_the_whole_is(two: tuple[str, Path]) -> None:

@@ -113,3 +113,129 @@ def test_what_is_raised_inside_comes_out_and_hooks_are_gone() -> None:
     with first_nonfinite(model) as seen:
         model(torch.ones(1, 2))
     assert seen.place[1] == "code"
+
+
+INF = float("inf")
+
+
+class Scores(nn.Module):
+    """Weights of values by a softmax of what ``mask`` makes of the scores."""
+
+    def __init__(self, mask) -> None:
+        super().__init__()
+        self.mask, self.lin = mask, nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mask(self.lin(x)).softmax(-1).square().sum()
+
+
+HIDDEN = torch.tensor([[True, False, False], [False, False, True]])
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda s: s + torch.zeros(2, 3).masked_fill(HIDDEN, -INF),
+        lambda s: s.masked_fill(HIDDEN, -INF),
+        lambda s: torch.where(HIDDEN, -INF, s),
+        lambda s: s + (~HIDDEN).float().log(),  # -inf of finite numbers, which the softmax makes 0
+        lambda s: s.scatter(1, torch.tensor([[0], [2]]), -INF),
+        lambda s: s.index_put((HIDDEN,), torch.tensor(-INF)),
+        lambda s: torch.nn.functional.pad(s, (0, 1), value=-INF),
+        lambda s: s * s.detach().exp().log().exp() + torch.tensor([0.0, -INF, 0.0]),  # as a batch has it
+        lambda s: -torch.where(HIDDEN, INF, -s),
+    ],
+)
+def test_a_mask_of_minus_infinity_is_nothing_wherever_it_comes_from(mask) -> None:
+    model = Scores(mask)
+    with first_nonfinite(model) as seen:
+        model(torch.ones(2, 3)).backward()
+    assert seen.found is None
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_labels_that_are_missing_and_left_out_are_nothing_and_others_are_not_blamed_on_an_operation() -> None:
+    model = nn.Linear(2, 1)
+    labels = torch.tensor([[1.0], [float("nan")]])
+    with first_nonfinite(model) as seen:
+        error = (model(torch.ones(2, 2)) - labels).square()
+        error.nan_to_num(0.0).sum()
+    assert seen.found is None
+    with first_nonfinite(model) as seen:
+        (model(torch.ones(2, 2)) - labels).square().mean().backward()
+    assert seen.found is not None
+    assert (seen.found.operation, seen.found.inherited) == ("aten::sub", True)
+    assert "made none of them" in str(seen)
+
+
+def test_the_operation_that_makes_one_is_named_although_the_batch_had_another() -> None:
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    with first_nonfinite(model) as seen:
+        model[0](torch.tensor([float("nan"), 1.0])).add(1.0)
+        torch.full((2,), 3e38).mul(model[1](torch.tensor([1.0, 10.0])))
+    assert seen.found is not None
+    assert (seen.found.operation, seen.found.inherited) == ("aten::mul", False)
+
+
+def test_a_row_that_is_masked_as_a_whole_is_the_softmax_s() -> None:
+    model = Scores(lambda s: s.masked_fill(torch.tensor([[True] * 3, [False] * 3]), -INF))
+    with first_nonfinite(model) as seen:
+        model(torch.ones(2, 3))
+    assert seen.found is not None
+    assert seen.found.operation == "aten::_softmax"
+    assert not seen.found.inherited
+
+
+def test_the_entropy_of_a_certain_choice_is_the_logarithm_s() -> None:
+    """0 log 0: the product is NaN, and the infinity before it is what was first."""
+    p = nn.Parameter(torch.tensor([0.0, 1.0]))
+    with first_nonfinite(nn.Identity()) as seen:
+        -(p * p.log()).sum()
+    assert seen.found is not None
+    assert seen.found.operation == "aten::log"
+
+
+def test_the_loss_s_own_backward_is_not_the_model_s() -> None:
+    """sqrt(0): finite forwards, infinite backwards; in a second step too, where a module was the last of the first."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    with first_nonfinite(model) as seen:
+        model(torch.ones(1, 2)).square().sum().backward()
+        out = model(torch.ones(1, 2))
+        assert seen.place[1] == "code"
+        (out - out.detach()).sum().abs().sqrt().backward()
+    assert seen.found is not None
+    assert seen.found.phase == "backward"
+    assert seen.found.module == "the loss, outside of the model,"
+    assert seen.found.operation == "aten::div"
+
+
+def test_a_loss_inside_of_the_model_is_the_model_s() -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lin(x * 0).sub(self.lin.bias).sum().sqrt()
+
+    model = WithLoss()
+    with first_nonfinite(model) as seen:
+        model(torch.ones(1, 2)).backward()
+    assert seen.found is not None
+    assert (seen.found.module, seen.found.phase) == ("WithLoss", "backward")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_tensors_that_torch_cannot_compare_change_nothing_of_what_is_computed() -> None:
+    model = nn.EmbeddingBag(5, 2, sparse=True, mode="sum")
+    with first_nonfinite(model) as seen:
+        model(torch.tensor([[1, 1, 3]])).sum().backward()
+        torch.tensor([1.0, 448.0]).to(torch.float8_e4m3fn).float().sum()
+        torch.eye(2).to_sparse_csr().values().sum()
+    assert seen.found is None
+    torch.nn.init.zeros_(model.weight)
+    torch.testing.assert_close(model.weight.grad.to_dense()[:, 0], torch.tensor([0.0, 2.0, 0.0, 1.0, 0.0]))
+    with first_nonfinite(model) as seen:
+        (model(torch.tensor([[1, 1, 3]])).sum() * 3e38).backward()
+    assert seen.found is not None
+    assert seen.found.phase == "backward"  # two entries of 3e38 for one row

@@ -168,6 +168,27 @@ def test_a_fixed_scale_that_always_overflows_is_not_a_matter_of_scaling(scale: f
     assert scaler.at_floor == (patience == 0)
 
 
+@pytest.mark.parametrize("scale", [1.0, 3.0, 2.0**100])
+def test_any_number_of_overflows_in_a_row_is_counted(scale: float) -> None:
+    """A run that loses every batch for days, and one that goes on from a state with such a count."""
+    scaler = FixedScaler(scale)
+    for _ in range(1100):
+        scaler.overflowed()
+    assert scaler.at_floor
+    scaler.load_state_dict({"clean_steps": 0, "overflows_in_a_row": 2**63 - 1})
+    assert scaler.at_floor
+    scaler.stepped(0.5)
+    assert scaler.at_floor is (scale <= 1.0)
+
+
+def test_the_automatic_rule_goes_on_from_any_saved_count() -> None:
+    scaler = AutoScaler(ScalerConfig(initial=2.0**16))
+    scaler.load_state_dict(scaler.state_dict() | {"overflows_in_a_row": 2**63 - 1, "steps_above": 2**63 - 1})
+    scaler.overflowed()
+    assert scaler.scale == scaler.floor
+    assert scaler.overflows_in_a_row <= 2**8
+
+
 def test_a_fixed_scale_survives_another_s_state() -> None:
     """A run that fell back from fp16 to bf16 scales by 1, whatever the checkpoint says; counts are continued."""
     scaler = LossScaler.disabled()

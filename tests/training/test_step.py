@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import SimulatedKernels
-from mantissa.precision import BF16, FP16, FP32
+from mantissa.precision import BF16, FP16, FP32, NumberFormat
 from mantissa.precision.formats import is_on_grid
 from mantissa.training import (
     LossScaler,
@@ -263,3 +263,119 @@ def test_masters_that_a_step_was_given_and_its_rule_was_not_stay_fp32() -> None:
     assert on_grid == {name: not name.startswith("head") for name in on_grid}
     seen = audit(model["policy"], step)
     assert (seen.idle, len(seen.foreign)) == ((), 2)  # the late ones; the head was given by name
+
+
+def exact_step(gradient: Tensor, bound: float) -> Tensor:
+    """What SGD at rate 1 makes of zeros with a gradient that torch's formula clips to ``bound``, in float64."""
+    exact = gradient.double()
+    return -exact * min(1.0, bound / (float(exact.norm()) + 1e-6))
+
+
+@pytest.mark.parametrize("size", [1e-38, 1e-25, 1e-12, 1.0, 1e12, 3e19, 1e30, 3e38])
+@pytest.mark.parametrize("bound", [1e-30, 0.5])
+def test_norm_and_clipping_where_fp32_has_no_squares(size: float, bound: float) -> None:
+    model = nn.Linear(3, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    gradient = torch.tensor([[1.0, -0.5, 0.25], [0.0, 0.125, -1.0]]) * size
+    step = OptimizerStep(
+        {"w": model.weight}, torch.optim.SGD(model.parameters(), lr=1.0), LossScaler.disabled(), FP32, None, bound
+    )
+
+    def backward(scale: float) -> None:
+        model.weight.grad = gradient.clone()
+
+    outcome = step.run(backward)
+    assert outcome.kind == "stepped"
+    assert outcome.grad_norm == pytest.approx(float(gradient.double().norm()), rel=1e-5, abs=0.0)
+    last = 2.0**-149  # of a subnormal number
+    expected = exact_step(gradient, bound)
+    torch.testing.assert_close(model.weight.detach().double(), expected, rtol=3e-6, atol=2 * last)
+
+
+@pytest.mark.parametrize(("share", "scale"), [(4.0, 1.0), (1.0, 0.25)])
+@pytest.mark.parametrize("action", ["skip", "stop"])
+def test_a_gradient_that_leaves_fp32_when_it_is_unscaled_is_an_overflow(
+    share: float, scale: float, action: str
+) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    scaler = LossScaler(ScalerConfig(initial=scale, floor=scale))
+    step = make_step(model, scaler, on_nonfinite=action, max_grad_norm=1.0)
+    before, tries = snapshot(step), []
+
+    def backward(scale: float) -> None:
+        tries.append(scale)
+        model.weight.grad = torch.tensor([[1e38, 2e38]])
+
+    if action == "stop":
+        with pytest.raises(MantissaError, match="non-finite gradient"):
+            step.run(backward, share=share)
+    else:
+        assert step.run(backward, share=share).kind == "skipped"
+    assert len(tries) == 1  # no scale changes it
+    assert all(torch.equal(value, before[name]) for name, value in snapshot(step).items())
+
+
+def test_a_reported_norm_is_that_before_every_clipping() -> None:
+    """Which adaptive clipping, or a hook in its place, comes before the bound; the bound is of what is left."""
+    model = nn.Linear(1, 1, bias=False)
+
+    def clip() -> Tensor:
+        model.weight.grad.mul_(0.1)
+        return torch.ones(())
+
+    seen: list[float] = []
+    for bound, expected in ((math.inf, 0.4), (0.3, 0.3), (1.0, 0.4)):
+        step = make_step(model, LossScaler(ScalerConfig(initial=256.0)), max_grad_norm=bound, clip=clip)
+        step.optimizer.register_step_pre_hook(lambda *_: seen.append(float(model.weight.grad)))
+        assert step.run(gradients(model, [4.0])).grad_norm == pytest.approx(4.0)
+        assert seen.pop() == pytest.approx(expected, rel=1e-5)
+
+
+def test_gradients_that_a_hook_puts_in_others_place_are_the_ones_that_are_bounded() -> None:
+    model = nn.Linear(1, 1, bias=False)
+
+    def replaced() -> Tensor:
+        model.weight.grad = torch.full_like(model.weight, 30.0)
+        return torch.zeros(())
+
+    def removed() -> Tensor:
+        model.weight.grad = None
+        return torch.zeros(())
+
+    seen: list[Tensor | None] = []
+    for clip in (replaced, removed):
+        step = make_step(model, LossScaler.disabled(), max_grad_norm=2.0, clip=clip)
+        step.optimizer.register_step_pre_hook(lambda *_: seen.append(model.weight.grad))
+        assert step.run(gradients(model, [4.0])).grad_norm == pytest.approx(4.0)
+    assert float(seen[0]) == pytest.approx(2.0, rel=1e-5)
+    assert seen[1] is None
+
+
+@pytest.mark.parametrize("fmt", [FP16, BF16, FP32])
+@pytest.mark.parametrize("bound", [1.0, math.inf])
+def test_a_step_without_any_gradient_is_refused_in_every_format(fmt: NumberFormat, bound: float) -> None:
+    """As by GradScaler, which asserts that something was searched; nothing has moved, the scale and counts neither."""
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    scaler = LossScaler(ScalerConfig(initial=1024.0)) if fmt is FP16 else LossScaler.disabled()
+    step = OptimizerStep(
+        dict(model.named_parameters()), adamw(model), scaler, fmt, lambda update: 1e-2, bound, on_nonfinite="skip"
+    )
+    before, state = snapshot(step), step.state_dict()
+
+    def backward(scale: float) -> Tensor:
+        loss = other(torch.ones(1, 2)).sum()
+        (loss * scale).backward()
+        return loss.detach()
+
+    with pytest.raises(MantissaError, match="no parameter of the optimiser has a gradient"):
+        step.run(backward)
+    assert step.state_dict() == state
+    assert all(torch.equal(value, before[name]) for name, value in snapshot(step).items())
+    assert step.run(lambda scale: (model(torch.ones(1, 2)).sum() * 0 * scale).backward()).grad_norm == 0.0
+
+
+def test_one_parameter_with_a_gradient_is_enough() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    outcome = make_step(model, LossScaler()).run(lambda s: (model(torch.ones(1, 2)).sum() * s).backward())
+    assert outcome.kind == "stepped"

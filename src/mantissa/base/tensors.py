@@ -78,16 +78,22 @@ def check_tensor(name: str, found: Tensor, shape: torch.Size, dtype: torch.dtype
 def require_finite(name: str, tensor: Tensor) -> None:
     """``MantissaError`` that counts the values of ``tensor`` that are not finite, where there are any."""
     if not all_finite(tensor):
-        bad = int((~torch.isfinite(tensor.float())).sum())
+        bad = int((~torch.isfinite(_numbers(tensor).float())).sum())
         raise MantissaError(f"{name} has {bad} values that are not finite; it is broken")
 
 
 def all_finite(tensor: Tensor) -> bool:
     """Whether every value is finite; on a CPU at the speed of reading it, without a mask of its size."""
-    if not tensor.is_floating_point() or not tensor.numel():
+    found = _numbers(tensor)
+    if not found.is_floating_point() or not found.numel():
         return True
-    low, high = torch.aminmax(tensor.detach() if tensor.element_size() > 1 else tensor.detach().float())
+    low, high = torch.aminmax(found if found.element_size() > 1 else found.float())
     return math.isfinite(low) and math.isfinite(high)  # a NaN is either's result
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """The values of a sparse tensor (an SGD's momentum may be one), any other itself."""
+    return tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
 
 
 def plain_name(dtype: torch.dtype) -> str:

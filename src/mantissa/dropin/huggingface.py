@@ -248,6 +248,8 @@ class MantissaTrainerMixin:
             if not cast(Any, self).accelerator.sync_gradients:
                 micro.run(window.scale(), last=True)  # Trainer has arranged what is exchanged at a first pass
             else:
+                bound = cast(Any, self).args.max_grad_norm
+                window.step.max_grad_norm = bound if bound and bound > 0 else float("inf")
                 outcome = window.close()
                 self._counts.update({name: outcome.row()[name] for name in _COUNTED})
                 self._saved.numbers = window.step.state_dict() | {"format": self.precision.active.name}
@@ -267,6 +269,14 @@ class MantissaTrainerMixin:
         finally:
             self._scale = None
         return loss / scale
+
+    def _clip_grad_norm(self, model: nn.Module) -> float:
+        """Trainer's clipping, which is done: with the unscaled gradients, by a norm that takes sparse ones too."""
+        return self._get_grad_norm(model)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
+        assert self.outcome is not None
+        return self.outcome.grad_norm
 
     def _window_for(self, model: nn.Module) -> RetryWindow:
         """The window of the training in progress; made, or made again, at its first micro-batch."""
@@ -317,8 +327,8 @@ class MantissaTrainerMixin:
             row = self.row() | {name: self._counts[name] for name in _COUNTED}
             names = ("precision/loss_scale", *_COUNTED, "precision/max_scaled_grad", "optim/updates")
             logs = {**logs, **{name: row[name] for name in names}}
-            if not self.outcome.applied and "grad_norm" in logs:
-                logs["grad_norm"] = float("nan")  # Trainer's is the norm of no gradients, 0
+            if "grad_norm" in logs:
+                logs["grad_norm"] = self.outcome.grad_norm  # whatever Trainer has measured after the clipping
             self._counts = Counter()
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 

@@ -39,7 +39,7 @@ from mantissa.dropin.common import HeldScheduler, require
 from mantissa.dropin.window import Micro, MixedPrecision, RetryWindow, device_of, sum_loss, take_over
 from mantissa.precision import ResolvedRole
 from mantissa.training import LossScaler, ScalerConfig, StepOutcome
-from mantissa.training.distributed import unwrapped
+from mantissa.training.distributed import local, unwrapped
 
 require("lightning.pytorch", "lightning")
 
@@ -203,6 +203,12 @@ class MantissaPrecision(Precision):
             self._clip_value = clip_val
         else:
             self._window.step.max_grad_norm = clip_val
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        """Lightning's, which takes no sparse gradient."""
+        for parameter in self.main_params(optimizer):
+            if parameter.grad is not None:
+                local(parameter.grad).clamp_(-clip_val, clip_val)
 
     def _hooks(self, module: Any, optimizer: Any) -> Tensor:
         """Lightning's hooks before a step, on unscaled gradients; they ask for clipping, which is done after them."""

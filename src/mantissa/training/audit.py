@@ -186,7 +186,8 @@ def _moved(optimizer: torch.optim.Optimizer, masters: Masters, dtype: torch.dtyp
         each["lr"] = torch.tensor(rate) if isinstance(group.get("lr"), Tensor) else rate
     kept = master_weights(masters, {"probe": weight}, BF16)
     for number in range(steps):
-        weight.grad = torch.ones_like(weight)
+        ones = torch.ones_like(weight)
+        weight.grad = ones.to_sparse(1) if isinstance(one, torch.optim.SparseAdam) else ones  # it takes no other
         kept.step(one, number)
     return float((weight.detach().double() - 1).mean())
 

@@ -26,20 +26,30 @@ from mantissa.base.ranks import Ranks, is_dtensor, is_fsdp, world_size
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor: the shard of a DTensor (sharing its memory), any other tensor itself."""
+    """This rank's numbers of a tensor: a DTensor's shard, the values of a sparse gradient, any other tensor itself.
+
+    They share the tensor's memory; not those of a sparse one whose entries for one place are still to be added up.
+    """
+    if tensor.is_sparse:
+        return tensor.coalesce().values()
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def grad_norm(gradients: Iterable[Tensor]) -> Tensor:
+def grad_norm(gradients: Iterable[Tensor], wide: bool = False) -> Tensor:
     """Euclidean norm of all gradients, whole ones and sharded ones (each shard counted once); 0-dim, fp32.
 
-    sqrt(sum_g ||g||^2). Collective where there are DTensors.
+    sqrt(sum_g ||g||^2). ``wide``: in float64, whose squares neither overflow nor vanish, as fp32's do above 1.8e19 and
+    below 1e-19. Collective where there are DTensors.
     """
     plain: list[Tensor] = []
     sharded: list[Tensor] = []
     for gradient in gradients:
         (sharded if is_dtensor(gradient) else plain).append(gradient)
-    norm = torch.nn.utils.get_total_norm(plain)
+    if wide:
+        parts: list[Any] = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in map(local, plain)]
+        parts += [torch.linalg.vector_norm(g, dtype=torch.float64).full_tensor() for g in sharded]
+        return torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))
+    norm = torch.nn.utils.get_total_norm([local(gradient) for gradient in plain])
     if not sharded:
         return norm
     across: Any = torch.nn.utils.get_total_norm(sharded)
@@ -177,6 +187,12 @@ def distribute(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise MantissaError(
+                f'distribute(kind="fsdp2"): {name} has sparse=True, and FSDP2 exchanges no sparse gradients; set '
+                'sparse=False, or take kind="ddp"'
+            )
     options.setdefault("mesh", init_device_mesh(place.type, (ranks.world,)))
     lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
     chosen = [m for m in model.modules() if isinstance(m, blocks)] if blocks else [m for each in lists for m in each]

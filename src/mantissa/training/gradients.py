@@ -25,8 +25,11 @@ def where_nonfinite(model: nn.Module, work: Callable[[], object]) -> str:
 
     def check(values: Any, description: str) -> None:
         for value in values if isinstance(values, (tuple, list)) else (values,):
-            if not found and isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
-                found.append(f"{description} ({int((~value.isfinite()).sum())} of {value.numel()} values)")
+            if found or not isinstance(value, Tensor) or not value.is_floating_point():
+                continue
+            finite = local(value.detach()).isfinite()
+            if not finite.all():
+                found.append(f"{description} ({int((~finite).sum())} of {finite.numel()} values)")
 
     for name, module in model.named_modules():
         label = name or type(model).__name__
@@ -43,7 +46,7 @@ def where_nonfinite(model: nn.Module, work: Callable[[], object]) -> str:
         for handle in handles:
             handle.remove()
     for name, parameter in model.named_parameters():
-        check(None if parameter.grad is None else local(parameter.grad), f"the gradient of {name}")
+        check(parameter.grad, f"the gradient of {name}")
     return found[0] if found else "nothing: the values were finite when the pass was repeated"
 
 

@@ -8,22 +8,27 @@ It names the module, the operation, the largest number that went in, and, since 
 same numbers in float64, how large the result is: so which format would have held it, or that none would. Every
 operation inside the context is looked at, at one synchronisation each: use it when something is wrong.
 
-What is wrong: NaN, +inf, or -inf from inputs without one. A mask is made of -inf on purpose (``masked_fill``, ``full``,
-``where``), and the sum of scores and a mask has -inf from its input: neither counts. Memory that nobody has written yet
-(``empty``) may hold anything.
+What is wrong: NaN or an infinity that an operation makes from inputs that have none. One that only hands on what it was
+given is not it: the sum of scores and a mask has -inf from the mask, which was made so on purpose (``masked_fill``,
+``full``, ``where``, a number in the call). Memory that nobody has written yet (``empty``) may hold anything.
+
+Two things wait until it is known whether they do harm: -inf that an operation makes (``log`` of a mask's zeros), and
+NaN or an infinity that came in with a parameter, a buffer or the batch (labels that are missing, and left out of the
+loss). They count where a number of no dimension (a loss), the last result or a gradient of the model is not finite
+either.
 
 In a backward the module is the one whose output's gradient arrived last; what adds the gradients of a residual path is
-so counted to one of its two ends.
+so counted to one of its two ends. Before the first has arrived it is the loss's own backward.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +38,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 from mantissa.precision.formats import BF16, FP16, FP32
 from mantissa.training.distributed import local
 
-_ON_PURPOSE = ("aten::masked_fill", "aten::full", "aten::fill", "aten::where", "aten::scalar_tensor", "aten::empty",
-               "aten::new_empty", "aten::triu", "aten::tril")  # fmt: skip
+_ON_PURPOSE = ("aten::masked_fill", "aten::fill", "aten::where")  # and what has the infinity among its numbers
+_NOT_ITS_INPUTS = ("aten::full", "aten::ones", "aten::zeros", "aten::new_", "aten::scalar_tensor", "aten::empty",
+                   "aten::rand")  # fmt: skip
 _HELD_BY = (FP16, BF16, FP32)
 _MARK = "mantissa.first_nonfinite"
 
@@ -42,9 +48,10 @@ _MARK = "mantissa.first_nonfinite"
 @dataclass(frozen=True)
 class Nonfinite:
     """``module``: dotted name, the model's class at its top. ``phase``: forward or backward. ``operation``: torch's
-    name. ``largest_input``: of the finite numbers that went in. ``inherited``: whether something not finite went in
-    already, a parameter or a batch. ``needed``: the largest magnitude of the result in float64; None where that is
-    not finite either, or could not be had. ``dtype``: of the result. ``count`` of ``total`` values are not finite."""
+    name. ``largest_input``: of the finite numbers that went in. ``inherited``: whether it only hands on what was not
+    finite in a parameter, a buffer, a batch or a mask. ``needed``: the largest magnitude of the result in float64; None
+    where that is not finite either, or could not be had. ``dtype``: of the result. ``count`` of ``total`` values are
+    not finite."""
 
     module: str
     phase: str
@@ -58,11 +65,14 @@ class Nonfinite:
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        head = f"{self.operation} in the {self.phase} of {self.module} made {self.count} of {self.total} values "
-        head += f"({dtype}) infinite or NaN"
+        values = f"{self.count} of {self.total} values ({dtype})"
+        head = f"{self.operation} in the {self.phase} of {self.module}"
         if self.inherited:
-            return f"{head}; its input was not finite already: a parameter, a buffer or the batch"
-        said = f"{head}; its largest input is {self.largest_input:.3g}"
+            return (
+                f"{head} is where {values} are infinite or NaN first, and made none of them; its input was not finite "
+                "already: a parameter, a buffer, the batch or a mask"
+            )
+        said = f"{head} made {values} infinite or NaN; its largest input is {self.largest_input:.3g}"
         if self.needed is None:
             return f"{said}, and in float64 the result is not finite either: no format holds it"
         holds = [fmt.name for fmt in _HELD_BY if fmt.largest >= self.needed]
@@ -73,7 +83,7 @@ class Nonfinite:
 
 
 class FirstNonfinite:
-    """``first_nonfinite``'s context. ``found``: None as long as everything was finite."""
+    """``first_nonfinite``'s context. ``found``: None as long as nothing is wrong; settled where the context ends."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -81,6 +91,11 @@ class FirstNonfinite:
         self._inside = contextlib.ExitStack()
         self._at: list[str] = []
         self._backward: str | None = None
+        self._pass = -1  # the backward that is going on, by autograd's number of it
+        self._waiting: Nonfinite | None = None
+        self._absorbed = False  # whether what waits was taken by an operation that made finite numbers of it
+        self._harm = False  # whether a number of no dimension was not finite since something waits
+        self._last = False  # whether the last result is not finite
 
     def __str__(self) -> str:
         return "every result was finite" if self.found is None else str(self.found)
@@ -98,6 +113,34 @@ class FirstNonfinite:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._inside.close()
+        if self.found is None and self._waiting is not None and (self._harm or self._last or self._reached_gradients()):
+            self.found = self._waiting
+
+    def _reached_gradients(self) -> bool:
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return any(_kinds([value]) != _NONE for value in _floats(gradients))
+
+    def see(self, kinds: tuple[Kinds, Kinds], scalar: bool, describe: Callable[[bool], Nonfinite]) -> None:
+        """One operation, by what of its inputs and of its results is not finite. ``scalar``: a result of no dimension.
+
+        ``describe`` gives the finding, of an operation that only hands on where it is told so.
+        """
+        given, made = kinds
+        self._last = made != _NONE
+        self._harm = self._harm or (scalar and self._last and self._waiting is not None)
+        infinite = made.up or made.down
+        makes = (made.nan and not given.nan) or (infinite and given == _NONE)
+        unsettled = self._waiting is not None and not self._absorbed
+        if makes and (made.nan or made.up):
+            from_it = unsettled and (self._harm or given != _NONE)  # of what waits, which came first
+            self.found = self._waiting if from_it else describe(False)
+        elif makes or made.nan or made.up:
+            if not unsettled:
+                self._waiting, self._absorbed, self._harm = describe(not makes), False, scalar
+        elif made.down:
+            self._absorbed = False
+        elif given != _NONE:
+            self._absorbed = True
 
     def _hooks(self, name: str) -> tuple[Any, Any]:
         def before(module: nn.Module, args: Any) -> None:
@@ -109,17 +152,23 @@ class FirstNonfinite:
                 node: Any = value.grad_fn if isinstance(value, Tensor) else None
                 if node is not None and _MARK not in node.metadata:
                     node.metadata[_MARK] = name  # the innermost module's: an outer one may return the same
-                    value.register_hook(lambda grad: setattr(self, "_backward", name))
+                    value.register_hook(lambda grad: self._arrived(name))
 
         return before, after
+
+    def _arrived(self, name: str) -> None:
+        self._pass, self._backward = torch._C._current_graph_task_id(), name
 
     @property
     def place(self) -> tuple[str, str]:
         """Module and phase of what is computed now."""
         if self._at:
             return self._at[-1], "forward"
-        if self._backward is not None:
-            return self._backward, "backward"
+        backward = torch._C._current_graph_task_id()
+        if backward != self._pass:  # the module of the one before is none of this one's
+            self._pass, self._backward = backward, None
+        if backward != -1:
+            return self._backward or "the loss, outside of the model,", "backward"
         return "the loop, outside of the model,", "code"
 
 
@@ -130,40 +179,66 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.owner.found is not None or func._schema.name.startswith(_ON_PURPOSE):
+        name = func._schema.name
+        place = self.owner.place
+        if self.owner.found is not None or name.startswith(_NOT_ITS_INPUTS):
             return func(*args, **kwargs)
         given = (args, kwargs)
         if func._schema.is_mutable:  # what it overwrites is wanted afterwards
             given = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, given)
         result = func(*args, **kwargs)
-        inputs = list(_floats(given))
-        masked = any(bool((x == -math.inf).any()) for x in inputs)
-        for value in _floats(result) if inputs else ():
-            bad = value.isnan() | (value == math.inf)
-            if not masked:
-                bad = bad | (value == -math.inf)
-            if bool(bad.any()):
-                self.owner.found = _described(func, given, inputs, value, bad, self.owner.place)
-                break
+        with contextlib.suppress(RuntimeError, NotImplementedError, TypeError):  # of a tensor that cannot be looked at
+            self._look(func, given, result, place)
         return result
+
+    def _look(self, func: Any, given: Any, result: Any, place: tuple[str, str]) -> None:
+        name, (args, kwargs) = func._schema.name, given
+        read = args[1:] if name == "aten::copy_" else args  # what it overwrites
+        inputs, results = list(_floats((read, kwargs))), list(_floats(result))
+        numbers = [x for x in tree_flatten((read, kwargs))[0] if isinstance(x, float)]
+        if not results or not inputs:
+            return
+        before, after = _kinds(inputs, numbers), _kinds(results)
+        if name.startswith(_ON_PURPOSE):
+            before = Kinds(*(mine or its for mine, its in zip(before, after, strict=True)))
+
+        def describe(inherited: bool) -> Nonfinite:
+            value = next(x for x in results if not x.isfinite().all())
+            largest = max(float(x.double().nan_to_num(0.0, 0.0, 0.0).abs().max()) for x in inputs)
+            needed = None if inherited else _in_float64(func, given, largest)
+            bad = int((~value.isfinite()).sum())
+            return Nonfinite(*place, name, value.dtype, largest, inherited, needed, bad, value.numel())
+
+        self.owner.see((before, after), any(x.dim() == 0 for x in results), describe)
+
+
+class Kinds(NamedTuple):
+    """Which numbers that are not finite there are: NaN, +inf, -inf."""
+
+    nan: bool
+    up: bool
+    down: bool
+
+
+_NONE = Kinds(False, False, False)
+
+
+def _kinds(values: Iterable[Tensor], numbers: Iterable[float] = ()) -> Kinds:
+    nan, up, down = (any(map(is_one, numbers)) for is_one in (math.isnan, math.inf.__eq__, (-math.inf).__eq__))
+    for value in values:
+        if not bool(value.isfinite().all()):
+            nan = nan or bool(value.isnan().any())
+            up, down = up or bool((value == math.inf).any()), down or bool((value == -math.inf).any())
+    return Kinds(nan, up, down)
 
 
 def _floats(values: Any) -> Iterator[Tensor]:
+    """The floating-point tensors that have numbers; those of 8 bits, which torch compares with nothing, in fp32."""
     for value in tree_flatten(values)[0]:
-        if isinstance(value, Tensor) and value.is_floating_point() and value.device.type != "meta" and value.numel():
-            yield local(value.detach())
-
-
-def _described(
-    func: Any, given: Any, inputs: list[Tensor], value: Tensor, bad: Tensor, place: tuple[str, str]
-) -> Nonfinite:
-    inherited = any(bool((x.isnan() | (x == math.inf)).any()) for x in inputs)
-    largest = max(float(x.double().nan_to_num(0.0, 0.0, 0.0).abs().max()) for x in inputs)
-    needed = None if inherited else _in_float64(func, given, largest)
-    module, phase = place
-    return Nonfinite(
-        module, phase, func._schema.name, value.dtype, largest, inherited, needed, int(bad.sum()), value.numel()
-    )
+        if isinstance(value, Tensor) and value.is_floating_point() and value.device.type != "meta":
+            part = local(value.detach())
+            if part.numel():
+                yield part.float() if part.element_size() == 1 else part
 
 
 def _in_float64(func: Any, given: Any, largest: float) -> float | None:
@@ -174,7 +249,7 @@ def _in_float64(func: Any, given: Any, largest: float) -> float | None:
 
     def wide(x: Any) -> Any:
         if isinstance(x, Tensor) and x.is_floating_point():
-            return local(x.detach()).double()
+            return x.detach().double() if x.is_sparse else local(x.detach()).double()
         return torch.float64 if isinstance(x, torch.dtype) and x.is_floating_point else x
 
     args, kwargs = tree_map(wide, given)

@@ -131,6 +131,25 @@ def is_eight_bit(optimizer: torch.optim.Optimizer) -> bool:
     return library is not None and isinstance(optimizer, library.AdamW8bit)
 
 
+def refuses_sparse(optimizer: Any, parameter: Tensor) -> str | None:
+    """Why a torch optimiser, or torchao's, takes no sparse gradient of ``parameter``; None: it does, or is another's.
+
+    Torch's own refusals come in the middle of a step, when the groups before have moved.
+    """
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):  # accelerate's, around torch's
+        optimizer = optimizer.optimizer
+    advice = "take SparseAdam, SGD or Adagrad, or set sparse=False in the embedding"
+    owner = next((kind for kind in type(optimizer).__mro__ if "step" in vars(kind)), object)
+    takes = owner in (torch.optim.SGD, torch.optim.SparseAdam, torch.optim.Adagrad)
+    if is_eight_bit(optimizer) or (f"{owner.__module__}.".startswith("torch.optim.") and not takes):
+        return f"{type(optimizer).__name__} does not take; {advice}"
+    group: dict[str, Any] = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), {})
+    for option, off in (("weight_decay", 0), ("fused", False)):
+        if takes and group.get(option):
+            return f"{type(optimizer).__name__} does not take with {option}={group[option]}; set {option}={off} for it"
+    return None
+
+
 def described(optimizer: torch.optim.Optimizer) -> str | None:
     """One line: how many values have 8-bit moments and why the others have not; None where all moments are fp32."""
     if not is_eight_bit(optimizer):

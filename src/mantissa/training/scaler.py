@@ -118,7 +118,7 @@ class FixedScaler(LossScaler):
 
     @property
     def at_floor(self) -> bool:
-        return 2.0**self.overflows_in_a_row >= self.scale
+        return self.overflows_in_a_row >= math.log2(self.scale)
 
     def overflowed(self) -> None:
         self.overflows_in_a_row += 1
@@ -259,8 +259,9 @@ class AutoScaler(LossScaler):
         exponent = math.log2(self.scale)
         if self.overflows_in_a_row == 0:
             self.bucket = min(self.bucket + 1.0, self.rule.most_headroom)
-        self._set(math.ceil(exponent) - 2.0**self.overflows_in_a_row)
-        self.overflows_in_a_row = min(self.overflows_in_a_row + 1, 8)  # 2^8 bits are more than fp32 has
+        bits = min(self.overflows_in_a_row, 8)  # 2^8 are more than fp32 has, and a saved count may be any
+        self._set(math.ceil(exponent) - 2.0**bits)
+        self.overflows_in_a_row = min(bits + 1, 8)
 
     def stepped(self, max_scaled_grad: float) -> None:
         """Remember the step's peak, and move the scale where the target says. Zero gradients say nothing."""

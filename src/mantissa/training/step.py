@@ -35,9 +35,9 @@ from mantissa.base.ranks import ALONE, Ranks, is_dtensor
 from mantissa.precision import NumberFormat
 from mantissa.training.distributed import grad_norm, local
 from mantissa.training.masters import COMPENSATION, MasterWeights
-from mantissa.training.optimizer import flattened, restored
+from mantissa.training.optimizer import flattened, refuses_sparse, restored
 from mantissa.training.owners import held, named
-from mantissa.training.scaler import LossScaler
+from mantissa.training.scaler import LossScaler, as_fp32
 
 
 @torch.no_grad()
@@ -46,11 +46,13 @@ def adaptive_clip_(parameters: Iterable[Tensor], factor: float, eps: float = 1e-
 
     ``parameters``: any shapes, with finite unscaled gradients in ``.grad``; those without one are passed over.
     A matrix or convolution of shape (N, ...) has N units, a vector or scalar one. Returns a 0-dim fp32 tensor on the
-    first gradient's device, without waiting for it (0 where there are no gradients).
+    first gradient's device (0 where there are no gradients).
 
     DTensors sharded on dimension 0 (FSDP2) or replicated are clipped in place, their rows being whole on one rank; the
     norms of sharded vectors and the count are reduced over the mesh, so that every rank must call this, with the same
     parameters in the same order, and gets the same fraction. Other placements: ``MantissaError``.
+
+    Of a sparse gradient the rows that it has are units, and the others, whose gradient is 0, are none that is clipped.
 
     A global bound cuts every layer because one exploded. Here each unit i (a row of a matrix: the weights into one
     output; for a convolution all weights into one output channel; for a vector or a scalar the whole tensor) has its
@@ -59,7 +61,7 @@ def adaptive_clip_(parameters: Iterable[Tensor], factor: float, eps: float = 1e-
         G_i <- G_i * min(1, factor * max(||W_i||, eps) / ||G_i||)        (Euclidean norms)
 
     so one step of SGD at rate lr changes W_i by at most lr * factor of its norm. ``eps`` lets units that are zero
-    move. Norms are fp32, of unscaled gradients: clipping a scaled gradient clips by the scale.
+    move. Norms are of unscaled gradients: clipping a scaled gradient clips by the scale.
 
     Source: A. Brock, S. De, S. L. Smith, K. Simonyan, "High-performance large-scale image recognition without
     normalization" (2021), arXiv:2102.06171, section 4.1, equation 3. The paper leaves the last linear layer unclipped,
@@ -75,36 +77,64 @@ def adaptive_clip_(parameters: Iterable[Tensor], factor: float, eps: float = 1e-
         return torch.zeros((), dtype=torch.float32)
     for parameter, grad in zip(with_grad, grads, strict=True):
         _check_placements(parameter, grad)
-    bounds = _unit_norms(with_grad)
+    for parameter, grad in zip(with_grad, grads, strict=True):
+        if grad.is_sparse:
+            parameter.grad = grad.coalesce()
+    grads = [p.grad for p in with_grad if p.grad is not None]
+    bounds = _unit_norms([_rows_of(p, grad) for p, grad in zip(with_grad, grads, strict=True)])
     torch._foreach_clamp_min_(bounds, eps)
     torch._foreach_mul_(bounds, factor)
+    grads = [local(grad) if grad.is_sparse else grad for grad in grads]
     norms = _unit_norms(grads)
     clipped = [norm > bound for norm, bound in zip(norms, bounds, strict=True)]
     # A gradient of zero has no direction to keep: its factor is bound / tiny, which the clamp makes 1.
-    torch._foreach_clamp_min_(norms, torch.finfo(torch.float32).tiny)
+    torch._foreach_clamp_min_(norms, torch.finfo(torch.float64).tiny)
     torch._foreach_div_(bounds, norms)
     torch._foreach_clamp_max_(bounds, 1.0)
-    for grad, multiplier in zip(grads, bounds, strict=True):
-        local(grad).mul_(multiplier)
+    _multiply_([local(grad) for grad in grads], bounds)
     units = sum(p.shape[0] if p.ndim > 1 else 1 for p in with_grad)  # a DTensor's shape is the global one
     return _total(grads, clipped) / max(units, 1)
 
 
+def _rows_of(parameter: Tensor, grad: Tensor) -> Tensor:
+    """The weights of the units that ``grad`` has: of a coalesced sparse one the rows in it, else all."""
+    if not grad.is_sparse or parameter.ndim < 2:
+        return parameter.detach()
+    return parameter.detach().index_select(0, grad.indices()[0])
+
+
 def _unit_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """The norm of each unit, in order, fp32: (rows on this rank, 1, ...) for matrices, 0-dim otherwise."""
+    """The norm of each unit, in order, fp64: (rows on this rank, 1, ...) for matrices, 0-dim otherwise."""
     norms: list[Tensor] = [torch.empty(0)] * len(tensors)
     whole = [i for i, t in enumerate(tensors) if t.ndim < 2 and not is_dtensor(t)]
     if whole:
-        for i, norm in zip(whole, torch._foreach_norm([tensors[i] for i in whole], 2, torch.float32), strict=True):
+        for i, norm in zip(whole, torch._foreach_norm([tensors[i] for i in whole], 2, torch.float64), strict=True):
             norms[i] = norm
     for i, tensor in enumerate(tensors):
-        if tensor.ndim > 1:
-            dims = tuple(range(1, tensor.ndim))
-            norms[i] = torch.linalg.vector_norm(local(tensor), 2, dims, keepdim=True, dtype=torch.float32)
-        elif is_dtensor(tensor):
-            squares = local(tensor).to(torch.float32).square().sum()
-            norms[i] = _reduce(squares, tensor).sqrt()
+        if tensor.ndim < 2 and is_dtensor(tensor):
+            norms[i] = _reduce(local(tensor).to(torch.float64).square().sum(), tensor).sqrt()
+    matrices = {i: local(tensor) for i, tensor in enumerate(tensors) if tensor.ndim > 1}
+    found = {i: _row_norms(matrix, torch.float32) for i, matrix in matrices.items()}  # on a CPU half of fp64's time
+    if found and not bool(torch.stack([norm.isfinite().all() for norm in found.values()]).all()):
+        found = {i: _row_norms(matrix, torch.float64) for i, matrix in matrices.items()}  # squares beyond fp32
+    for i, norm in found.items():
+        norms[i] = norm.double()
     return norms
+
+
+def _row_norms(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.linalg.vector_norm(matrix, 2, tuple(range(1, matrix.ndim)), keepdim=True, dtype=dtype)
+
+
+def _multiply_(gradients: list[Tensor], factors: list[Tensor]) -> None:
+    """Multiply each gradient by its fp64 factors in [0, 1]; in two steps where one is below what fp32 holds."""
+    first = torch._foreach_clamp_min(factors, 2.0**-100)
+    rest = torch._foreach_div(factors, first)
+    for gradient, factor in zip(gradients, first, strict=True):
+        gradient.mul_(factor.float())
+    if not bool(torch.stack([(factor == 1).all() for factor in rest]).all()):
+        for gradient, factor in zip(gradients, rest, strict=True):
+            gradient.mul_(factor.float())
 
 
 def _total(grads: list[Tensor], clipped: list[Tensor]) -> Tensor:
@@ -137,6 +167,11 @@ def _check_placements(parameter: Any, grad: Any) -> None:
             f"adaptive clipping: a parameter placed {placements} has a gradient placed "
             f"{getattr(grad, 'placements', None)}: expected the same; redistribute the gradient"
         )
+    if grad.is_sparse and grad.sparse_dim() != 1:
+        raise MantissaError(
+            f"adaptive clipping: a gradient of shape {tuple(grad.shape)} is sparse in {grad.sparse_dim()} dimensions: "
+            "expected one, as an embedding's, whose rows are whole; clip by the global norm (max_grad_norm)"
+        )
     for placement in placements or ():
         if not (placement.is_shard(0) or placement.is_replicate()):
             raise MantissaError(
@@ -148,6 +183,7 @@ def _check_placements(parameter: Any, grad: Any) -> None:
 Backward = Callable[[float], Tensor | None]
 _LOG = logging.getLogger(__name__)
 _FP32_MAX = torch.finfo(torch.float32).max
+_SQUARED = (1e-10, 1e10)  # where the largest gradient lies between, fp32 holds the sum of the squares
 
 
 @dataclass(frozen=True)
@@ -156,8 +192,8 @@ class StepOutcome:
 
     ``kind``: ``stepped`` (first try), ``retried`` (stepped after ``overflows`` lower scales), ``skipped`` (given up),
     ``accumulated`` (gradients added, the optimiser's turn is still to come).
-    ``grad_norm``: Euclidean norm before clipping, unscaled; NaN where there was no step. ``scale``: the scale of the
-    last try. ``max_scaled_grad``: the largest finite |scale x gradient| of the last try as a fraction of the format's
+    ``grad_norm``: Euclidean norm before any clipping, unscaled; NaN where there was no step. ``scale``: of the last
+    try. ``max_scaled_grad``: the largest finite |scale x gradient| of the last try as a fraction of the format's
     largest value (inf where it overflowed). ``lr``: the learning rate applied; 0 where there was no step.
     ``loss``: what ``backward`` returned on the last try, unscaled, detached, or None. ``clipped``: fraction of units
     that adaptive clipping changed; None where it is off.
@@ -265,7 +301,9 @@ class OptimizerStep:
         ``accumulated``: the first call adds to gradients that are already there; after an overflow they are cleared,
         and the next call must make the whole. ``share``: a factor on the gradients, applied with the unscaling.
         ``repeatable`` False: ``backward`` cannot be called twice, so an overflow skips.
-        Raises ``MantissaError`` on a non-finite loss or gradient at the floor, unless ``on_nonfinite`` is ``skip``.
+        Raises ``MantissaError`` on a non-finite loss or gradient at the floor, unless ``on_nonfinite`` is ``skip``;
+        where no parameter has a gradient; and for a sparse one that torch's optimiser does not take. Nothing has moved
+        then, and the gradients are cleared.
         """
         overflows = 0
         while True:
@@ -275,14 +313,16 @@ class OptimizerStep:
                 self.optimizer.zero_grad(set_to_none=True)
             loss = backward(scale)
             self.follow()  # what the forward or the backward itself has added
-            gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
+            gradients = self._gradients()
             largest = self._largest(gradients, loss)
-            if largest <= _FP32_MAX:  # false for inf and for NaN
+            unscaled = as_fp32(largest * as_fp32(share / scale))
+            if unscaled <= _FP32_MAX:  # false for inf and for NaN
                 break
             overflows += 1
             if self.scaler.at_floor and self.on_nonfinite == "stop":
                 self._stop(backward, scale, "loss" if self._loss_is_lost(loss) else "gradient")
-            incurable = not repeatable or self.scaler.at_floor or self._loss_is_lost(loss)
+            beyond = largest <= _FP32_MAX  # what no scale changes: the unscaled gradient leaves fp32
+            incurable = beyond or not repeatable or self.scaler.at_floor or self._loss_is_lost(loss)
             self.scaler.overflowed()
             given_up = overflows > self.scaler.config.retries or incurable
             what = f"overflow at loss scale {scale:g}: the batch is {'given up' if given_up else 'repeated'}"
@@ -292,19 +332,46 @@ class OptimizerStep:
                 self.skipped += 1
                 return StepOutcome("skipped", overflows, float("nan"), scale, float("inf"), 0.0, loss)
         fraction = largest / self.format.largest
-        norm, lr, clipped = self._apply(gradients, scale, share, fraction)
+        wide = not _SQUARED[0] < unscaled < _SQUARED[1]
+        norm, lr, clipped = self._apply(gradients, share / scale, fraction, wide)
         if self.scaler.scale != scale:
             self._log(logging.INFO, f"loss scale {scale:g}, now {self.scaler.scale:g}")
         kind: Literal["stepped", "retried"] = "retried" if overflows else "stepped"
         return StepOutcome(kind, overflows, norm, scale, fraction, lr, loss, clipped)
 
+    def _gradients(self) -> list[Tensor]:
+        """The gradients that are there; of a sparse one, entries for one place are added up: their sum may overflow."""
+        gradients = []
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse:
+                refused = refuses_sparse(self.optimizer, parameter)
+                if refused is not None:
+                    self.optimizer.zero_grad(set_to_none=True)
+                    raise MantissaError(f"{name} has a sparse gradient, which {refused}")
+                parameter.grad = parameter.grad.coalesce()
+            gradients.append(parameter.grad)
+        return gradients
+
     def _largest(self, gradients: list[Tensor], loss: Tensor | None) -> float:
-        """Largest |gradient| on any rank; inf where one, or a loss, is inf or NaN (a MAX over ranks may drop a NaN)."""
-        largest = _largest_of([grad for grad in gradients if grad.numel()])
+        """Largest |gradient| on any rank; inf where one, or a loss, is inf or NaN (a MAX over ranks may drop a NaN).
+
+        ``MantissaError`` where no rank has a gradient.
+        """
+        largest = _largest_of([part for part in map(local, gradients) if part.numel()])
         unknown = largest.isnan()
         if loss is not None:
             unknown = unknown | ~loss.detach().isfinite().all().to(unknown.device)
-        return float(self.ranks.max(torch.where(unknown, float("inf"), largest)))
+        found = float(self.ranks.max(torch.where(unknown, float("inf"), largest if gradients else -1.0)))
+        if found < 0:
+            self.optimizer.zero_grad(set_to_none=True)
+            raise MantissaError(
+                "no parameter of the optimiser has a gradient: expected a loss that depends on at least one of the "
+                f"{len(self.parameters)}, and there would be nothing to step on; make the optimiser from the "
+                "parameters that the loss uses, or leave this batch out"
+            )
+        return found
 
     def _loss_is_lost(self, loss: Tensor | None) -> bool:
         """Whether the forward itself was not finite, on any rank: a repeated backward would find the same."""
@@ -312,15 +379,21 @@ class OptimizerStep:
         return self.ranks.max_of(float(lost)) > 0
 
     def _apply(
-        self, gradients: list[Tensor], scale: float, share: float, fraction: float
+        self, gradients: list[Tensor], factor: float, fraction: float, wide: bool
     ) -> tuple[float, float, float | None]:
-        factor = share / scale  # exact where share is 1: scales are powers of two
-        if factor != 1.0:
-            torch._foreach_mul_(gradients, factor)
-        clipped = None if self.clip is None else self.clip()
-        norm = grad_norm(p.grad for p in self.parameters.values() if p.grad is not None)
-        if self.max_grad_norm < float("inf"):
-            torch._foreach_mul_(gradients, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+        if factor != 1.0:  # exact where the share is 1: scales are powers of two
+            torch._foreach_mul_([local(grad) for grad in gradients], factor)
+        norm = grad_norm(gradients, wide)
+        clipped = None
+        if self.clip is not None:
+            clipped = self.clip()
+            gradients = self._gradients()  # a hook may have put others in their place, or none
+        if self.max_grad_norm < float("inf") and gradients:
+            bounded = norm if self.clip is None else grad_norm(gradients, wide)
+            multiplier = (self.max_grad_norm / (bounded + 1e-6)).clamp(max=1.0)
+            steps = [multiplier.sqrt().float()] * 2 if wide else [multiplier]  # fp32 may not hold it at once
+            for each in steps:
+                torch._foreach_mul_([local(grad) for grad in gradients], each)
         if self.lr_at is not None:
             for group in self.optimizer.param_groups:
                 rate = self.lr_at(self.updates) * group.get("lr_scale", 1.0)
