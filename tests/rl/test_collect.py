@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mantissa.algorithms import advantage
+from mantissa.algorithms import ADVANTAGES, AdvantageKind, advantage
 from mantissa.base.errors import MantissaError
 from mantissa.base.seeds import derive_seed, generator, stream_slice
 from mantissa.model import character_tokenizer
@@ -449,6 +449,23 @@ def test_the_verdict_and_the_error_stay() -> None:
     reward = Reward(1.0, True, "late")
     assert with_penalty(reward, -0.25) == Reward(0.75, True, "late")
     assert with_penalty(reward, 0.0) is reward
+
+
+@pytest.mark.parametrize("kind", [kind for kind, estimator in ADVANTAGES.items() if not estimator.decoupled])
+def test_the_factor_says_what_a_long_answer_is_worth(kind: AdvantageKind) -> None:
+    """A right answer of 9 of 10 tokens against a short wrong one, which cost as much at a factor of 5/4."""
+    lengths, right = [9, 2, 5, 3], [True, False, True, False]
+    found = {}
+    for factor in (0.125, 1.0, 2.0):
+        config = OverlongConfig(buffer=5, factor=factor)
+        graded = [
+            with_penalty(Reward(float(good), good, terms=((float(good), 1.0),)), overlong_penalty(length, 10, config))
+            for length, good in zip(lengths, right, strict=True)
+        ]
+        rewards = torch.tensor([reward.value for reward in graded])
+        torch.testing.assert_close(rewards[0], torch.tensor(1 - 0.8 * factor))
+        found[factor] = advantage(rewards, torch.zeros(4, dtype=torch.int64), kind)[0]
+    assert [bool(each[0] > each[1]) for each in found.values()] == [True, True, False]
 
 
 RUN = (*QUICK, "steps=3", "evaluation=null")
