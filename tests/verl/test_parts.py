@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.seeds import generator
-from mantissa.kernels import ExactBf16Kernels, rollout_kernels
+from mantissa.kernels import ExactBf16Kernels, NativeKernels, rollout_kernels
 from mantissa.model import Decoder, ModelConfig, byte_tokenizer, save_model
-from mantissa.precision import PrecisionPolicy, cpu, resolve
+from mantissa.precision import FP32, PrecisionPolicy, cpu, resolve
 from mantissa.rl.exact import exact_plan
+from mantissa.rl.score import forward
 from mantissa.rollout import NativeEngine
 from mantissa.rollout.types import Request
 from mantissa.verl import refusals
@@ -164,11 +165,11 @@ def test_a_batch_of_another_kind_is_refused() -> None:
 
 
 def nested(rows: list[list[int]]) -> torch.Tensor:
-    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+    return torch.nested.as_nested_tensor([torch.tensor(row, dtype=torch.int64) for row in rows], layout=torch.jagged)
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=6))
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=6))
 def test_a_value_stands_one_place_before_its_token(lengths: list[tuple[int, int]]) -> None:
     """verl reads the log-prob of the token at place i of a row at place i - 1."""
     prompts = [[10 * row + j for j in range(size)] for row, (size, _) in enumerate(lengths)]
@@ -186,6 +187,38 @@ def test_a_value_stands_one_place_before_its_token(lengths: list[tuple[int, int]
     assert values.grad is not None
     assert values.grad.eq(1).all()
     assert len(position_N) == len(token_N)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([[1], [1, 2], [3, 4, 5]]), st.lists(st.integers(0, 9), max_size=4)),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_a_row_has_its_own_log_probs_whatever_aborted_ones_are_beside_it(
+    pairs: list[tuple[list[int], list[int]]],
+) -> None:
+    """An aborted request gives a response of no token. Against each row by itself, without padding or packing."""
+    model = Decoder(ModelConfig("qwen3", 13, 16, 24, 1, 2, 1, 8, initializer_range=0.3))
+    model.initialize(torch.Generator().manual_seed(2))
+    kernels = NativeKernels(FP32)
+    ids = [prompt + response for prompt, response in pairs]
+    given_rows = {
+        "input_ids": nested(ids),
+        "prompts": nested([p for p, _ in pairs]),
+        "responses": nested([r for _, r in pairs]),
+    }
+    rows = Rows.of(given_rows)
+    logp = rows.jagged(forward(model, kernels, rows.sequences, 1.0).logp_N)
+    for row, (prompt, response) in zip(logp.unbind(), pairs, strict=True):
+        law = model.logits(model(torch.tensor([[*prompt, *response]]), kernels)[0], kernels).log_softmax(-1)
+        own = [float(law.detach()[len(prompt) + j - 1, token]) for j, token in enumerate(response)]
+        expected = torch.tensor([0.0] * (len(prompt) - 1) + own + [0.0])
+        torch.testing.assert_close(row.detach(), expected, rtol=0, atol=2e-5)
+    logp.values().sum().backward()
+    assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in model.parameters())
 
 
 def test_an_empty_prompt_is_refused() -> None:
