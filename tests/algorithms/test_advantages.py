@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mantissa.algorithms import ADVANTAGES, advantage, values
+from mantissa.algorithms import ADVANTAGES, AdvantageKind, advantage, values
 
 # Multiples of 1/8 are exact in every format, so that "all equal" means the same to the oracle.
 REWARDS = st.integers(-16, 16).map(lambda n: n / 8)
@@ -137,3 +137,14 @@ def test_gdpo_tells_apart_what_sums_to_the_same_and_scales_of_rewards_do_not_sho
     assert uneven[0] > 0 > uneven[1]
     scaled = advantage(sums, groups, "gdpo", terms * torch.tensor([1.0, 1000.0]), weights * torch.tensor([2.0, 1.0]))[0]
     torch.testing.assert_close(scaled, uneven, rtol=1e-4, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=30)
+@given(batch=st.lists(st.tuples(st.integers(-9, 9), st.integers(0, 2)), min_size=2, max_size=12))
+@pytest.mark.parametrize("kind", ADVANTAGES)
+def test_normalises_says_to_which_a_common_factor_is_nothing(kind: AdvantageKind, batch: list[tuple[int, int]]) -> None:
+    rewards = torch.tensor([float(value) for value, _ in batch], dtype=torch.float64)
+    groups = torch.tensor([group for _, group in batch])
+    one, eight = (advantage(factor * rewards, groups, kind)[0] for factor in (1.0, 8.0))
+    expected = one if ADVANTAGES[kind].normalises else 8 * one
+    torch.testing.assert_close(eight, expected, rtol=1e-4, atol=1e-4)

@@ -123,6 +123,18 @@ def test_a_checkpoint_holds_what_its_own_weights_cannot_make_again(
     assert collector.asked == list(range(stop + 1 + behind, 10))
 
 
+@pytest.mark.parametrize("steps", [[4], [5], [4, 6], [5, 4], [5, 6], [4, 4], [4, 5, 6], [3, 4]])
+def test_a_checkpoint_without_just_the_batches_sampled_ahead_is_refused(
+    ahead: Callable[..., Any], steps: list[int]
+) -> None:
+    """After step 3, two steps behind: 4 and 5 it must be. The weights that sampled a missing one are gone."""
+    source, _, collector = ahead(2)
+    batches = [Batch(step, 2, step, (), (), (), {}, {}) for step in steps]
+    with pytest.raises(MantissaError, match=r"step 3 holds batches of the steps .* ahead, \[4, 5\]"):
+        source.start(3, {"w": torch.tensor(6.0)}, 6, batches)
+    assert collector.asked == []
+
+
 def test_evaluation_has_the_engine_to_itself_and_batches_get_their_own_weights_after_it(
     ahead: Callable[..., Any],
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 import random
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -13,16 +15,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mantissa.algorithms import advantage
+from mantissa.algorithms import ADVANTAGES, AdvantageKind, advantage
 from mantissa.base.errors import MantissaError
 from mantissa.base.seeds import derive_seed, generator, stream_slice
 from mantissa.model import character_tokenizer
 from mantissa.rl.assemble import Parts
-from mantissa.rl.collect.batch import Collector, pack, unpack
+from mantissa.rl.collect.batch import Batch, Collector, pack, unpack
 from mantissa.rl.collect.dynamic import fate, groups_to_train, overlong_penalty, with_penalty
 from mantissa.rl.collect.sampler import Sample, Sampler, by_group, success_rates
 from mantissa.rl.config.sections import DynamicConfig, OverlongConfig, RolloutConfig
+from mantissa.rl.experience import Experience
 from mantissa.rollout import Completion, SamplingParams
+from mantissa.rollout.most_probable import MostProbable
+from mantissa.rollout.support import Support, encode
 from mantissa.runs.directory import RunDirectory
 from mantissa.tasks import Grader, Message, Problem, Reward
 from mantissa.training import load_checkpoint
@@ -289,6 +294,146 @@ def test_batches_survive_a_checkpoint_to_the_last_bit() -> None:
     assert pack([]) == ({}, [])
 
 
+def full_completion(length: int, prompt: int, version: int, draw: torch.Generator) -> Completion:
+    """Of a vocabulary of 64, with something in every field; its log-probs no number that a decimal text would keep."""
+    tokens = tuple(torch.randint(0, 64, (length,), generator=draw).tolist())
+    kept_TV = torch.rand(length, 64, generator=draw) < 0.3
+    kept_TV[range(length), tokens] = True
+    route = (prompt + length - 1, 2, 2)  # positions, mixtures, experts each
+    return Completion(
+        tokens,
+        -torch.rand(length, generator=draw),
+        ("stop", "length", "abort")[length % 3],
+        version,
+        key=int(torch.randint(-(1 << 62), 1 << 62, (1,), generator=draw)),
+        experts_SLK=torch.randint(0, 8, route, dtype=torch.int16, generator=draw),
+        expert_weights_SLK=torch.rand(route, generator=draw),
+        support=Support.of(encode(kept_TV)),
+        most_probable=MostProbable(
+            torch.randint(0, 64, (length, 3), dtype=torch.int32, generator=draw), -torch.rand(length, 3, generator=draw)
+        ),
+    )
+
+
+def full_batch(step: int, lengths: Sequence[int]) -> tuple[Batch, FakeSampler]:
+    """Three groups, of responses of these lengths."""
+    sampler, draw = FakeSampler(0.5), torch.Generator().manual_seed(step)
+    size, indices = len(lengths) // 3, [7, 0, 7]
+    samples = []
+    for place, length in enumerate(lengths):
+        group, problem = place // size, PROBLEMS[indices[place // size]]
+        prompt = sampler.encode(problem)
+        completion = full_completion(length, len(prompt), 11, draw)
+        samples.append(Sample(problem, group, prompt, completion, sampler.decode(completion.tokens)))
+    rewards = [
+        Reward(
+            0.1 * place, place % 2 == 0, "it's wrong" if place % 2 else None, {"part": place / 3}, ((place / 7, 2.0),)
+        )
+        for place in range(len(lengths))
+    ]
+    return Batch(step, 11, 40 + step, indices, samples, rewards, {"reward/accuracy": 1 / 3}, {"rollout": 1.0}), sampler
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Equal in kind and in every field of theirs, tensors by dtype, shape and bits."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if dataclasses.is_dataclass(one):
+        names = [field.name for field in dataclasses.fields(one)]
+        return type(one) is type(other) and all(alike(getattr(one, n), getattr(other, n)) for n in names)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def through_a_checkpoint(batch: Batch, sampler: FakeSampler) -> Batch:
+    tensors, plain = pack([batch])
+    (again,) = unpack(tensors, json.loads(json.dumps(plain)), PROBLEMS, sampler, 64)  # type: ignore[arg-type]
+    return again
+
+
+@pytest.mark.parametrize("lengths", [(3, 1, 4, 2, 5, 1), (0, 3, 2, 0, 0, 0), (0, 0, 0, 0, 0, 0)])
+def test_no_field_of_a_batch_is_lost_in_a_checkpoint(lengths: tuple[int, ...]) -> None:
+    """All fields there are, each with something in it that is not its default."""
+    batch, sampler = full_batch(4, lengths)
+    for record in (batch.samples[0].completion, batch.samples[0], batch.rewards[1], batch):
+        for field in dataclasses.fields(record):
+            value = getattr(record, field.name)
+            default = field.default_factory() if callable(field.default_factory) else field.default
+            assert type(value) is not type(default) or value != default, f"{field.name} needs a value here"
+    again = through_a_checkpoint(batch, sampler)
+    assert again.seconds == {}  # a resume spends none
+    assert alike(dataclasses.replace(batch, seconds={}), again)
+    assert alike(batch.experience(CPU), again.experience(CPU))
+
+
+def test_what_no_engine_told_is_not_there_after_a_checkpoint() -> None:
+    """Of a foreign engine: tokens and log-probs alone. And of an empty response alone, of which nothing is told."""
+    batch, sampler = full_batch(4, (3, 1, 4, 0, 5, 1))
+    unknown = {field.name: None for field in dataclasses.fields(Completion) if field.default is None}
+    assert len(unknown) == 5
+    bare = [dataclasses.replace(s, completion=dataclasses.replace(s.completion, **unknown)) for s in batch.samples]
+    plain = dataclasses.replace(batch, samples=bare, seconds={})
+    assert alike(plain, through_a_checkpoint(plain, sampler))
+
+    mixed = dataclasses.replace(batch, samples=[*batch.samples[:3], bare[3], *batch.samples[4:]])
+    found = through_a_checkpoint(mixed, sampler).samples
+    assert alike(mixed.samples[:3], found[:3])
+    assert alike(mixed.samples[4:], found[4:])
+    assert (found[3].completion.tokens, found[3].completion.key) == ((), None)
+    one, other = mixed.experience(CPU), through_a_checkpoint(mixed, sampler).experience(CPU)
+    assert alike(one, other)
+    assert one.support is not None
+    assert one.experts_BTLK is not None
+    assert bool((one.experts_BTLK[3] == -1).all())
+
+
+@pytest.mark.parametrize("name", ["support", "most_probable", "experts_SLK", "expert_weights_SLK"])
+def test_what_an_engine_tells_of_some_responses_alone_is_refused(name: str) -> None:
+    """Taken for none, the others would be scored by another distribution than they were drawn from."""
+    batch, _ = full_batch(4, (3, 1, 4, 2, 5, 1))
+    completions = [sample.completion for sample in batch.samples]
+    completions[2] = dataclasses.replace(completions[2], **{name: None})
+    prompts = [sample.prompt for sample in batch.samples]
+    with pytest.raises(MantissaError, match=r"told .* and not of 1 of 6 in the same batch"):
+        Experience.of(prompts, completions, [0] * 6, [0.0] * 6, CPU)
+
+
+DAMAGE: dict[str, Callable[[dict[str, torch.Tensor], dict[str, Any]], object]] = {
+    "tokens": lambda t, _: (t.pop("support_counts"), t["tokens"].__setitem__(0, 64)),
+    "lengths": lambda t, _: t["lengths"].__setitem__(slice(2), torch.tensor([-1, 5])),
+    "logp": lambda t, _: t.update(logp=t["logp"].double()),
+    "support": lambda t, _: t.update(support_counts=t["support_counts"][:-1]),
+    "most probable tokens": lambda t, _: t["top_ids"].__setitem__((0, 0), 64),
+    "experts": lambda t, _: t.update(experts=t["experts"][1:]),
+    "expert_weights": lambda t, _: t.update(expert_weights=t["expert_weights"].double()),
+    "indices": lambda _, s: s.update(indices=[0, 9, 1]),
+    "groups": lambda _, s: s.update(indices=[0, 1, 2, 3]),
+    "finish_reasons": lambda _, s: s.update(finish_reasons=[*s["finish_reasons"][:-1], "eos"]),
+    "keys": lambda _, s: s.update(keys=[*s["keys"][:-1], 1 << 63]),
+    "rewards": lambda _, s: s.update(rewards=s["rewards"][:-1]),
+    "metrics": lambda _, s: s.update(metrics={"reward/accuracy": "high"}),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_batch_of_a_checkpoint_is_refused_by_its_field(name: str) -> None:
+    batch, sampler = full_batch(4, (3, 1, 4, 2, 5, 1))
+    packed, (state,) = pack([batch])
+    tensors = {each.rpartition("/")[2]: tensor.clone() for each, tensor in packed.items()}
+    DAMAGE[name](tensors, state)
+    with pytest.raises(MantissaError, match=f"batch of step 4 has wrong {name}; it is damaged"):
+        unpack({f"ahead/4/{each}": t for each, t in tensors.items()}, [state], PROBLEMS, sampler, 64)  # type: ignore[arg-type]
+
+
+def test_a_batch_that_an_earlier_version_kept_is_read_without_keys() -> None:
+    batch, sampler = full_batch(4, (3, 1, 4, 2, 5, 1))
+    tensors, (state,) = pack([batch])
+    del state["keys"]
+    (again,) = unpack(tensors, [state], PROBLEMS, sampler, 64)  # type: ignore[arg-type]
+    assert again.experience(CPU).key_B is None
+
+
 @given(st.integers(2, 20480), st.data())
 def test_the_formula_in_fractions(max_tokens: int, data: st.DataObject) -> None:
     buffer = data.draw(st.integers(1, max_tokens - 1))
@@ -304,6 +449,23 @@ def test_the_verdict_and_the_error_stay() -> None:
     reward = Reward(1.0, True, "late")
     assert with_penalty(reward, -0.25) == Reward(0.75, True, "late")
     assert with_penalty(reward, 0.0) is reward
+
+
+@pytest.mark.parametrize("kind", [kind for kind, estimator in ADVANTAGES.items() if not estimator.decoupled])
+def test_the_factor_says_what_a_long_answer_is_worth(kind: AdvantageKind) -> None:
+    """A right answer of 9 of 10 tokens against a short wrong one, which cost as much at a factor of 5/4."""
+    lengths, right = [9, 2, 5, 3], [True, False, True, False]
+    found = {}
+    for factor in (0.125, 1.0, 2.0):
+        config = OverlongConfig(buffer=5, factor=factor)
+        graded = [
+            with_penalty(Reward(float(good), good, terms=((float(good), 1.0),)), overlong_penalty(length, 10, config))
+            for length, good in zip(lengths, right, strict=True)
+        ]
+        rewards = torch.tensor([reward.value for reward in graded])
+        torch.testing.assert_close(rewards[0], torch.tensor(1 - 0.8 * factor))
+        found[factor] = advantage(rewards, torch.zeros(4, dtype=torch.int64), kind)[0]
+    assert [bool(each[0] > each[1]) for each in found.values()] == [True, True, False]
 
 
 RUN = (*QUICK, "steps=3", "evaluation=null")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -22,11 +22,11 @@ from mantissa.rl import score as module
 from mantissa.rl.assemble import Parts
 from mantissa.rl.experience import Experience, Sequences
 from mantissa.rl.learner import Learner, Update
-from mantissa.rl.score import Packed, forward
+from mantissa.rl.score import Packed, forward, score
 
 CONFIG = ModelConfig("qwen3", 13, 32, 48, 2, 4, 2, 8, qk_norm=True, initializer_range=0.3)
 Pair = tuple[list[int], list[int]]
-TOKENS = st.lists(st.integers(0, 12), min_size=1, max_size=6)
+ANSWERS = st.lists(st.integers(0, 12), max_size=6)
 PROMPTS = [[1, 2, 3], [4], [1, 2, 3], [5, 6, 7, 8, 9, 10, 11], [1, 2], [1, 2, 3]]  # shared, nested, of many lengths
 RESPONSES = [[3, 4], [5, 6, 7], [8], [9, 1], [2, 2, 2], [3, 4]]
 
@@ -54,20 +54,69 @@ def drawn(seed: int, prompts: int = 4, samples: int = 5) -> Sequences:
 # Packing
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from([[1], [1, 2], [1, 2, 3], [2, 1]]), TOKENS), min_size=1, max_size=8))
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([[1], [1, 2], [1, 2, 3], [2, 1]]), ANSWERS), min_size=1, max_size=8))
 def test_positions_are_the_distinct_ones_and_lead_back(pairs: list[Pair]) -> None:
     packed = Packed.of(build(pairs))
     distinct = {prompt: len(prompt) for prompt in {tuple(prompt) for prompt, _ in pairs}}
-    # A prompt's last token always predicts something; a response's last token never does.
-    assert len(packed.tokens_N) == sum(distinct.values()) + sum(len(response) - 1 for _, response in pairs)
+    # A prompt is there whole, also where all its responses are empty; a response's last token predicts nothing.
+    answers = sum(max(len(response) - 1, 0) for _, response in pairs)
+    assert len(packed.tokens_N) == sum(distinct.values()) + answers
     for row, (prompt, response) in enumerate(pairs):
-        for column, token in enumerate([*prompt, *response][:-1]):
+        for column, token in enumerate([*prompt, *response[:-1]]):
             n = int(packed.packed_BT[row, column])
             assert (int(packed.tokens_N[n]), int(packed.positions_N[n])) == (token, column)
             source_row, source_column = divmod(int(packed.source_N[n]), packed.packed_BT.shape[1])
             assert column == source_column
             assert (source_row == row) or (column < len(prompt) and pairs[source_row][0] == prompt)
+        owner_prompt, owner_response = pairs[int(packed.owner_B[row])]
+        assert owner_prompt == prompt
+        assert bool(owner_response) == any(r for p, r in pairs if p == prompt)
+
+
+# Empty responses: an aborted request has none
+
+
+def alone(model: Decoder, pair: Pair) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one sequence by itself, neither packed nor padded: its log-probs, entropies, and its prompt's mean state."""
+    (prompt, response), kernels = pair, NativeKernels(FP32)
+    hidden_TE = model(torch.tensor([[*prompt, *response]]), kernels)[0]
+    law = model.logits(hidden_TE, kernels).log_softmax(-1)[len(prompt) - 1 : len(prompt) + len(response) - 1]
+    logp = law.gather(1, torch.tensor(response, dtype=torch.int64).unsqueeze(1)).squeeze(1)
+    return logp, -(law.exp() * law).sum(-1), hidden_TE[: len(prompt)].mean(0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([[1], [1, 2], [1, 2, 3], [2, 1]]), ANSWERS), min_size=1, max_size=7))
+@example([([1, 2, 3], []), ([1, 2, 3], [4, 5]), ([1, 2, 3], [])])  # first and last of a group
+@example([([1], []), ([2, 1], [3]), ([1], [])])  # all of a group, with a prompt of one token
+@example([([1], []), ([1], [])])  # all of a batch
+@example([([1], [])])
+def test_each_sequence_has_its_own_log_probs_whatever_empty_ones_are_beside_it(pairs: list[Pair]) -> None:
+    """Value and gradient, against each sequence by itself; nothing of an empty one is missing or not finite."""
+    model = Decoder(CONFIG).initialize(torch.Generator().manual_seed(3))
+    sequences, single = build(pairs), [alone(model, pair) for pair in pairs]
+    logp_N, entropy_N = (torch.cat([each[i] for each in single]) for i in (0, 1))
+    mean_BE = [mean_E for _, _, mean_E in single]
+    passed = forward(model, NativeKernels(FP32), sequences, 1.0, prompts=True, entropies=True)
+    assert passed.entropy_N is not None
+    assert passed.prompt_BE is not None
+    close: dict[str, float] = {"rtol": 0, "atol": 2e-5}
+    torch.testing.assert_close(passed.logp_N, logp_N, **close)
+    torch.testing.assert_close(passed.entropy_N, entropy_N, **close)
+    torch.testing.assert_close(passed.prompt_BE, torch.stack(mean_BE), **close)
+    found = gradients(model, torch.cat([passed.logp_N, passed.prompt_BE.flatten()]))
+    wanted = gradients(model, torch.cat([logp_N, *mean_BE]))
+    assert found.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-5 * float(grad.abs().max()) + 1e-6)
+
+    scored, entropy_BR = score(
+        lambda part, _: forward(model, NativeKernels(FP32), part, 1.0, entropies=True), sequences, 8, entropies=True
+    )
+    torch.testing.assert_close(scored[sequences.mask_BR], passed.logp_N.detach(), **close)
+    torch.testing.assert_close(entropy_BR[sequences.mask_BR], passed.entropy_N.detach(), **close)
+    assert not bool(scored[~sequences.mask_BR].any())
 
 
 def logp_and_gradients(

@@ -18,6 +18,7 @@ from torch import Tensor
 from experiences import gradients, learned, sampled
 from mantissa.algorithms import FlowRLConfig, values
 from mantissa.base.seeds import generator
+from mantissa.mismatch import gap_metrics
 from mantissa.model import load_model
 from mantissa.rl.assemble import Parts
 from mantissa.rl.experience import Experience
@@ -27,7 +28,7 @@ from mantissa.rl.objective import weigh
 from mantissa.rl.probes.small import Flushed
 from mantissa.rl.warm_start import _supervised_step
 from mantissa.runs.directory import RunDirectory
-from mantissa.training import load_checkpoint
+from mantissa.training import StepOutcome, load_checkpoint
 from small_run import QUICK
 
 Build = Callable[..., Parts]
@@ -58,6 +59,112 @@ def test_a_batch_of_which_rejection_leaves_nothing_moves_nothing(learn: Build) -
     assert update.trained_tokens == 0
     assert float(update.tallies["correction/rejected_token_fraction"].value()) == 1.0
     assert all(torch.equal(before[name], weight) for name, weight in learner.weights.items())
+
+
+def with_empty(experience: Experience, rows: list[int], samples: int = 4) -> Experience:
+    """The same completions, and none of a token in these rows."""
+    mask_BR = experience.mask_BR.clone()
+    mask_BR[rows] = False
+    length_B = experience.prompt_length_B + mask_BR.sum(1)
+    real_BT = torch.arange(experience.tokens_BT.shape[1]) < length_B.unsqueeze(1)
+    logp_BR = torch.where(mask_BR, experience.rollout_logp_BR, 0.0)
+    tokens_BT = torch.where(real_BT, experience.tokens_BT, 0)
+    return dataclasses.replace(
+        experience, tokens_BT=tokens_BT, length_B=length_B, mask_BR=mask_BR, rollout_logp_BR=logp_BR
+    )
+
+
+EMPTY = {"first of a group": [4], "last of a group": [7], "all of a group": [8, 9, 10, 11], "many": [0, 3, 4, 5, 6, 19]}
+EVERY_LOSS = {
+    "dapo": ("algorithm.loss=dapo",),
+    "gspo": ("algorithm.loss=gspo",),
+    "flowrl": FLOWRL,
+    "reinforce": ("algorithm.loss=reinforce",),
+    "norm": ("algorithm.aggregation=seq_mean_token_sum_norm",),
+    "kl": ("algorithm.reference={}", "algorithm.kl={coefficient: 0.1}", "algorithm.entropy.coefficient=0.01"),
+    "kl in the reward": ("algorithm.reference={}", "algorithm.kl={where: reward, estimator: k1, coefficient: 0.1}"),
+    "sequence_mis": ("algorithm.correction=sequence_mis",),
+    "gae": ("algorithm.advantage=gae", "algorithm.critic={lr: 1.0e-3}"),
+}
+
+
+@pytest.mark.parametrize("empty", EMPTY)
+@pytest.mark.parametrize("name", EVERY_LOSS)
+def test_empty_responses_add_nothing_and_change_no_other_gradient(learn: Build, name: str, empty: str) -> None:
+    """They are of their group (their rewards count in its mean) and of nothing else: against the batch without them,
+    with the advantages that they had a part in."""
+    parts = learn("precision=fp32", *EVERY_LOSS[name])
+    learner = parts.learner
+    batch = with_empty(sampled(parts, reference=parts.reference is not None), EMPTY[empty])
+
+    def scored(experience: Experience) -> Experience:
+        experience = experience.with_learner(*learner.score(experience))
+        if parts.reference is not None:
+            experience = dataclasses.replace(experience, ref_logp_BR=parts.reference.score(experience))
+        if learner.critic is not None:
+            experience = dataclasses.replace(experience, value_BR=learner.critic.score(experience))
+        return experience
+
+    whole = weigh(scored(batch), learner.algorithm)
+    rest = torch.tensor([row for row in range(len(batch)) if row not in EMPTY[empty]])
+    alone = scored(batch.select(rest))
+    for field in ("old_logp_BR", "ref_logp_BR", "value_BR"):
+        one, other = getattr(whole, field), getattr(alone, field)
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            width = other.shape[1]
+            torch.testing.assert_close(one[rest, :width], other, rtol=0, atol=1e-5)
+            assert not bool(one[EMPTY[empty]].any())
+    assert all(bool(torch.isfinite(tally.value())) for tally in whole.tallies.values())
+
+    found = dry_run(learner, whole)
+    expected = dry_run(learner, whole.select(rest))
+    assert found.keys() == expected.keys()
+    for parameter, gradient in expected.items():
+        torch.testing.assert_close(found[parameter], gradient, rtol=1e-4, atol=1e-6, msg=parameter)
+
+
+def dry_run(learner: Learner, weighed: Experience) -> dict[str, Tensor]:
+    """The gradients that the policy's optimiser step is handed of a weighed batch; no step is taken."""
+    found: dict[str, Tensor] = {}
+
+    def run(backward: Callable[[float], object]) -> StepOutcome:
+        learner.step.optimizer.zero_grad(set_to_none=True)
+        backward(1.0)
+        found.update({n: p.grad.clone() for n, p in learner.step.parameters.items() if p.grad is not None})
+        learner.step.optimizer.zero_grad(set_to_none=True)
+        return StepOutcome("stepped", 0, 1.0, 1.0, 0.0, 0.0)
+
+    critic, learner.critic = learner.critic, None
+    learner.step.run = run  # type: ignore[method-assign]
+    update = learner.learn(weighed, 1)
+    del learner.step.run
+    learner.critic = critic
+    assert all(bool(torch.isfinite(tally.value())) for tally in update.tallies.values())
+    return found
+
+
+@pytest.mark.parametrize("name", EVERY_LOSS)
+def test_a_batch_of_empty_responses_alone_moves_nothing_and_has_numbers(learn: Build, name: str) -> None:
+    parts = learn("precision=fp32", "optimizer.weight_decay=0.1", *EVERY_LOSS[name])
+    learner = parts.learner
+    batch = with_empty(sampled(parts, reference=parts.reference is not None), list(range(20)))
+    for experience in (batch, batch.select(torch.arange(20))):  # as wide as before, and of no width at all
+        experience = experience.with_learner(*learner.score(experience))
+        if parts.reference is not None:
+            experience = dataclasses.replace(experience, ref_logp_BR=parts.reference.score(experience))
+        if learner.critic is not None:
+            experience = dataclasses.replace(experience, value_BR=learner.critic.score(experience))
+        weighed = weigh(experience, learner.algorithm)
+        before = {n: weight.clone() for n, weight in learner.weights.items()}
+        update = learner.learn(weighed, 1)
+        assert update.outcomes == ()
+        assert all(torch.equal(before[n], weight) for n, weight in learner.weights.items())
+        assert all(bool(torch.isfinite(tally.value())) for tally in update.tallies.values())
+        assert all(math.isfinite(value) for value in update.beside.values())
+        numbers = gap_metrics(weighed.rollout_logp_BR, weighed.old_logp, weighed.mask_BR)
+        assert all(bool(value.isfinite()) for value in numbers.values())
+        assert Flushed(learner).observe(1, weighed) == {}
 
 
 @pytest.mark.parametrize(("corrected", "updates"), [("bypass", 1), ("bypass", 2), ("token_tis", 2)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,36 @@ def test_replayed_log_probs_are_those_of_the_rollouts_experts(parts_of: Any) -> 
     assert learner.router_flips is not None
     assert learner.router_flips > 0.5
     assert (moved != own)[experience.mask_BR].float().mean() > 0.9
+
+
+@pytest.mark.parametrize("replay", ["ids", "weights"])
+@pytest.mark.parametrize("told", [True, False])
+def test_an_empty_response_replays_no_expert_and_counts_no_flip(parts_of: Any, replay: str, told: bool) -> None:
+    """Of its prompt's last position an engine says nothing, and no other sequence of the prompt takes it for something.
+    First in its group, and all of one; with the experts of its prompt's other positions or with none at all."""
+    config = configure(*MIXTURE, "precision={preset: fp32, kernels: exact}")
+    parts = parts_of(config)
+    parts.sampler.engine.sync(parts.learner.weights, 0)
+    params = dataclasses.replace(parts.sampler.params_of(config.rollout), max_tokens=5)
+    samples = parts.sampler.sample(parts.task.split("train", 3), 3, params, 0, 0, "empty")
+    emptied = []
+    for place, sample in enumerate(samples):
+        completion, prompt = sample.completion, sample.prompt
+        if place in (0, 3, 4, 5):
+            names, end = ("experts_SLK", "expert_weights_SLK"), len(prompt) - 1
+            known = {name: getattr(completion, name) for name in names}
+            routes = {name: route[:end] if told and route is not None else None for name, route in known.items()}
+            completion = dataclasses.replace(completion, tokens=(), logp_T=torch.zeros(0), **routes)
+        emptied.append(completion)
+    groups = [sample.group for sample in samples]
+    experience = Experience.of([s.prompt for s in samples], emptied, groups, [0.0] * 9, parts.device)
+    parts.learner.replay = replay
+    assert experience.experts_BTLK is not None
+    for batch in (experience, experience.select(torch.tensor([0, 1, 3])), experience.select(torch.tensor([3, 4]))):
+        passed = parts.learner.forward(batch, parts.learner.kernels)
+        assert passed.route is not None
+        assert int(passed.route.flips) == 0
+        assert torch.equal(passed.logp_N.detach(), batch.rollout_logp_BR[batch.mask_BR])
 
 
 def test_micro_batches_change_neither_log_probs_nor_flips(parts_of: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiences import dry_update, gradients, hugging_face, of_samples
+from experiences import dry_update, experience_of, gradients, hugging_face, of_samples
 from mantissa.base.errors import MantissaError
 from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.examine import examine
@@ -25,6 +25,7 @@ from mantissa.rl.assemble import Parts
 from mantissa.rl.collect.batch import Batch, pack, unpack
 from mantissa.rl.experience import Experience
 from mantissa.rl.probes.kept_mass import KeptMass
+from mantissa.rollout import NativeEngine, Request
 from mantissa.runs.directory import RunDirectory
 from small_run import configure
 
@@ -210,3 +211,40 @@ def test_ignoring_the_supports_is_off_by_the_kept_mass(train: Train) -> None:
         configure("rollout.support=ignored")
     with pytest.raises(MantissaError, match=r"kernels=exact with rollout\.support=ignored"):
         configure(NUCLEUS, "rollout.support=ignored", "precision.kernels=exact")
+
+
+def test_a_response_that_an_abort_left_empty_takes_no_support_from_the_others(made: Callable[..., Parts]) -> None:
+    """Interrupted before its first token, of a batch with the most probable tokens too: the others are scored by what
+    they were drawn from, and the kept mass is that of the batch without it."""
+    parts = made(*FP32, "rollout.slots=3")
+    engine, prompts = parts.sampler.engine, [(2, 3), (2, 3), (4,)]
+    assert isinstance(engine, NativeEngine)
+    params = parts.sampler.params(6, 1.0, top_p=0.8)
+    params = replace(params, most_probable=2, stop_token_ids=())
+    requests = [Request(prompt, number, 2) for number, prompt in enumerate(prompts)]
+    asked = [0]
+
+    def interrupted() -> bool:
+        asked[0] += 1
+        return asked[0] > 3
+
+    engine.interrupted = interrupted
+    groups = engine.generate(requests, params, 0)
+    flat = [(number, completion) for number, group in enumerate(groups) for completion in group]
+    assert {bool(completion.tokens) for _, completion in flat} == {True, False}
+    assert {completion.finish_reason for _, completion in flat} <= {"abort", "length"}
+    experience = experience_of(prompts, groups, [float(number % 2) for number in range(6)])
+    assert experience.support is not None
+    assert experience.most_probable is not None
+    probe = KeptMass(parts.learner)
+    scored = experience.with_learner(*parts.learner.score(experience, probe.look(experience)))
+    np.testing.assert_allclose(scored.old_logp, experience.rollout_logp_BR, atol=2e-6)
+    mass = probe.observe(1, scored)
+
+    rest = experience.select(torch.tensor([row for row, (_, completion) in enumerate(flat) if completion.tokens]))
+    again = KeptMass(parts.learner)
+    alone = rest.with_learner(*parts.learner.score(rest, again.look(rest)))
+    assert mass == pytest.approx(again.observe(1, alone), rel=1e-4)
+    none = experience.select(torch.tensor([row for row, (_, completion) in enumerate(flat) if not completion.tokens]))
+    empty = none.with_learner(*parts.learner.score(none, probe.look(none)))
+    assert probe.observe(1, empty) == {}

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import math
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +19,11 @@ from hypothesis import strategies as st
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.seeds import generator
-from mantissa.kernels import ExactBf16Kernels, rollout_kernels
+from mantissa.kernels import ExactBf16Kernels, NativeKernels, rollout_kernels
 from mantissa.model import Decoder, ModelConfig, byte_tokenizer, save_model
-from mantissa.precision import PrecisionPolicy, cpu, resolve
+from mantissa.precision import FP32, PrecisionPolicy, cpu, resolve
 from mantissa.rl.exact import exact_plan
+from mantissa.rl.score import forward
 from mantissa.rollout import NativeEngine
 from mantissa.rollout.types import Request
 from mantissa.verl import refusals
@@ -163,11 +165,11 @@ def test_a_batch_of_another_kind_is_refused() -> None:
 
 
 def nested(rows: list[list[int]]) -> torch.Tensor:
-    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+    return torch.nested.as_nested_tensor([torch.tensor(row, dtype=torch.int64) for row in rows], layout=torch.jagged)
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=6))
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=6))
 def test_a_value_stands_one_place_before_its_token(lengths: list[tuple[int, int]]) -> None:
     """verl reads the log-prob of the token at place i of a row at place i - 1."""
     prompts = [[10 * row + j for j in range(size)] for row, (size, _) in enumerate(lengths)]
@@ -185,6 +187,38 @@ def test_a_value_stands_one_place_before_its_token(lengths: list[tuple[int, int]
     assert values.grad is not None
     assert values.grad.eq(1).all()
     assert len(position_N) == len(token_N)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([[1], [1, 2], [3, 4, 5]]), st.lists(st.integers(0, 9), max_size=4)),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_a_row_has_its_own_log_probs_whatever_aborted_ones_are_beside_it(
+    pairs: list[tuple[list[int], list[int]]],
+) -> None:
+    """An aborted request gives a response of no token. Against each row by itself, without padding or packing."""
+    model = Decoder(ModelConfig("qwen3", 13, 16, 24, 1, 2, 1, 8, initializer_range=0.3))
+    model.initialize(torch.Generator().manual_seed(2))
+    kernels = NativeKernels(FP32)
+    ids = [prompt + response for prompt, response in pairs]
+    given_rows = {
+        "input_ids": nested(ids),
+        "prompts": nested([p for p, _ in pairs]),
+        "responses": nested([r for _, r in pairs]),
+    }
+    rows = Rows.of(given_rows)
+    logp = rows.jagged(forward(model, kernels, rows.sequences, 1.0).logp_N)
+    for row, (prompt, response) in zip(logp.unbind(), pairs, strict=True):
+        law = model.logits(model(torch.tensor([[*prompt, *response]]), kernels)[0], kernels).log_softmax(-1)
+        own = [float(law.detach()[len(prompt) + j - 1, token]) for j, token in enumerate(response)]
+        expected = torch.tensor([0.0] * (len(prompt) - 1) + own + [0.0])
+        torch.testing.assert_close(row.detach(), expected, rtol=0, atol=2e-5)
+    logp.values().sum().backward()
+    assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in model.parameters())
 
 
 def test_an_empty_prompt_is_refused() -> None:
@@ -363,6 +397,118 @@ def test_an_abort_ends_what_is_sampled_and_holds_what_comes(folder: Path, setup:
     assert (turned_away.stopped, turned_away.tokens) == ("aborted", [])
     assert waiting == 1
     assert (held.stopped, len(held.tokens)) == ("completed", 2)
+
+
+class Gated:
+    """A server whose turns wait in their thread until ``go_on``. ``sampled``: of each turn, how many requests it had.
+    ``fails``: the first of them raises."""
+
+    def __init__(self, serving: Serving, fails: bool = False) -> None:
+        self.begun, self.go_on, self.fails = threading.Event(), threading.Event(), fails
+        self.sampled: list[int] = []
+        self._sample = serving._sampler
+        serving._sampler = self._sampler  # type: ignore[method-assign]
+
+    def _sampler(self, requests: list[Any], params: Any) -> Callable[[], Any]:
+        def run() -> Any:
+            self.sampled.append(len(requests))
+            self.begun.set()
+            assert self.go_on.wait(60)
+            if self.fails and len(self.sampled) == 1:
+                raise MantissaError("the engine broke")
+            return self._sample(requests, params)()
+
+        return run
+
+
+def asked(serving: Serving, number: int, **given: Any) -> asyncio.Task[Answer]:
+    return asyncio.create_task(serving.generate(PROMPTS[number], {"logprobs": True, "seed": number, **given}))
+
+
+@pytest.mark.parametrize("when", ["waiting", "sampled"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_cancelled_request_leaves_the_others_and_the_server_as_they_were(
+    folder: Path, setup: Setup, policy: Decoder, when: str, fails: bool
+) -> None:
+    """Cancelled before its turn or within it, of one turn that succeeds or fails: the others get what they would get,
+    draining, sleeping, new weights and an abort work, and later requests are answered."""
+
+    async def work(serving: Serving) -> tuple[list[Any], list[int], Answer]:
+        gated = Gated(serving, fails)
+        tasks = [asked(serving, number) for number in (0, 1, 3)]
+        if when == "waiting":
+            await asyncio.sleep(0)  # they wait, and no turn has begun
+        else:
+            await asyncio.to_thread(gated.begun.wait, 60)
+        tasks[1].cancel()
+        await asyncio.sleep(0)
+        gated.go_on.set()
+        found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        await asyncio.wait_for(serving.drained(), 60)
+        await asyncio.wait_for(serving.release(), 60)
+        await asyncio.wait_for(serving.load(setup, {n: p.detach() for n, p in policy.named_parameters()}, 4), 60)
+        await asyncio.wait_for(serving.abort(), 60)
+        await serving.go_on()
+        return found, gated.sampled, await asyncio.wait_for(asked(serving, 1), 60)
+
+    found, sampled, later = served(folder, setup, policy, work)
+    expected = served(folder, setup, policy, lambda s: ask(s, [0, 1, 3]))
+    assert isinstance(found[1], asyncio.CancelledError)
+    assert sampled[0] == (2 if when == "waiting" else 3)  # what was cancelled before its turn is not sampled
+    if fails:
+        assert [str(found[place]) for place in (0, 2)] == ["the engine broke"] * 2
+    else:
+        assert [found[0], found[2]] == [expected[0], expected[3]]
+    assert (later.tokens, later.step) == (expected[1].tokens, 4)
+
+
+def test_a_turn_of_cancelled_requests_alone_is_left_out(folder: Path, setup: Setup, policy: Decoder) -> None:
+    """Requests of other parameters have a turn of their own, and it comes."""
+
+    async def work(serving: Serving) -> tuple[Answer, list[int]]:
+        gated = Gated(serving)
+        gated.go_on.set()
+        first, other = asked(serving, 0, max_tokens=3), asked(serving, 1)
+        await asyncio.sleep(0)
+        first.cancel()
+        return await asyncio.wait_for(other, 60), gated.sampled
+
+    expected = served(folder, setup, policy, lambda s: ask(s, [1]))[1]
+    assert served(folder, setup, policy, work) == (expected, [1])
+
+
+@pytest.mark.parametrize("what", ["drained", "abort"])
+def test_who_stops_waiting_for_the_server_stops_no_request(
+    folder: Path, setup: Setup, policy: Decoder, what: str
+) -> None:
+    """A trainer that gives up on draining, or on an abort, has its requests answered all the same."""
+
+    async def work(serving: Serving) -> tuple[Answer, bool]:
+        gated = Gated(serving)
+        task = asked(serving, 0)
+        await asyncio.to_thread(gated.begun.wait, 60)
+        waits = asyncio.create_task(getattr(serving, what)())
+        await asyncio.sleep(0)
+        waits.cancel()
+        await asyncio.wait([waits], timeout=60)
+        stopping = serving._stopping
+        gated.go_on.set()
+        return await asyncio.wait_for(task, 60), stopping
+
+    expected = served(folder, setup, policy, lambda s: ask(s, [0]))[0]
+    assert served(folder, setup, policy, work) == (expected, False)
+
+
+def test_one_turned_away_has_no_log_prob_and_a_list_of_them_where_they_were_asked_for(
+    folder: Path, setup: Setup, policy: Decoder
+) -> None:
+    """verl looks at the first row of a batch to know whether there are log-probs."""
+
+    async def work(serving: Serving) -> list[Answer]:
+        await serving.abort(reject=True)
+        return [await serving.generate(PROMPTS[0], {"seed": 1, "logprobs": asked}) for asked in (True, False)]
+
+    assert [answer.logprobs for answer in served(folder, setup, policy, work)] == [[], None]
 
 
 def test_a_server_without_weights_says_so(folder: Path, setup: Setup, policy: Decoder) -> None:

@@ -31,7 +31,9 @@ Two are of each token and know no groups:
 
 GDPO is for a reward that is a weighted sum of several: each is normalised within its group before they are added, so
 that (right, long) and (wrong, short) are told apart though their sums are equal, and a reward of large spread does not
-drown the others. The published a_i also has its mean over the batch taken off, which is 0 here: every group's is.
+drown the others. What a reward counts is its weight w_k, for its own scale cancels. So a penalty whose size is its
+meaning (of length, of the distance from a reference) is none of its rewards, and a recipe that has one is refused. The
+published a_i also has its mean over the batch taken off, which is 0 here: every group's is.
 
 A group whose rewards are all equal (a group of one included) carries no gradient. Its advantages are exactly 0, decided
 by comparing its largest and smallest reward: the float64 mean of three rewards of 0.1 is not 0.1, and a rounding error
@@ -70,6 +72,13 @@ class Estimator:
     of_batch: bool = False
     over_batch: bool = False
     decoupled: bool = False
+
+    @property
+    def normalises(self) -> bool:
+        """Whether a common factor of all rewards cancels."""
+        half, std = torch.tensor([0.5, 1.0], dtype=torch.float64), torch.tensor([1.0, 2.0], dtype=torch.float64)
+        one, twice = self.formula(half, std, torch.full_like(half, 2.0))
+        return self.over_batch or abs(float(twice - one)) < STD_EPSILON
 
 
 ADVANTAGES: dict[AdvantageKind, Estimator] = {

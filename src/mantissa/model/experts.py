@@ -123,8 +123,9 @@ class Recorded:
 class Replayed:
     """Takes the experts that another engine took, and counts where the block's own would have been others.
 
-    ``experts_NLK``: int16. ``weights_NLK``: its weights too, or None: then the block's own of those experts. Replayed
-    weights have the recorded values and the gradient of the block's own. ``only_count``: take the block's own.
+    ``experts_NLK``: int16; -1 at positions where it took none, whose experts are the block's own. ``weights_NLK``: its
+    weights too, or None: then the block's own of those experts. Replayed weights have the recorded values and the
+    gradient of the block's own. ``only_count``: take the block's own.
 
     ``flips``, ``choices``: how many of all choices (a position in a mixture) are of another set of experts.
     """
@@ -133,17 +134,20 @@ class Replayed:
         self._experts, self._weights, self._only_count = experts_NLK, weights_NLK, only_count
         self.flips = torch.zeros((), dtype=torch.int64, device=experts_NLK.device)
         self.choices = 0
+        self._known_N1 = experts_NLK[:, 0, :1] >= 0
+        self._known = int(self._known_N1.sum())
 
     def __call__(self, number: int, block: Choice, probs_NX: Tensor) -> Routing:
         own = block.own(probs_NX)
-        experts_NK = self._experts[:, number].to(torch.int64)
+        experts_NK = torch.where(self._known_N1, self._experts[:, number].to(torch.int64), own.experts_NK)
         others_N = (own.experts_NK.sort(-1).values != experts_NK.sort(-1).values).any(-1)
-        self.flips, self.choices = self.flips + others_N.sum(), self.choices + len(others_N)
+        self.flips, self.choices = self.flips + others_N.sum(), self.choices + self._known
         if self._only_count:
             return own
         weights_NK = block.weigh(probs_NX, experts_NK)
         if self._weights is not None:
-            weights_NK = self._weights[:, number] + (weights_NK - weights_NK.detach())
+            recorded_NK = self._weights[:, number] + (weights_NK - weights_NK.detach())
+            weights_NK = torch.where(self._known_N1, recorded_NK, weights_NK)
         return Routing(experts_NK, weights_NK)
 
 

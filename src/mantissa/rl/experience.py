@@ -20,7 +20,7 @@ from mantissa.algorithms import Accumulator
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.rollout.most_probable import MostProbable
 from mantissa.rollout.support import Support
-from mantissa.rollout.types import Completion
+from mantissa.rollout.types import Completion, most_probable, supports, told
 
 Tallies = Mapping[str, Accumulator]
 
@@ -36,7 +36,7 @@ class Sequences:
     ``prompt_length + j - 1``, the one that predicts it.
 
     ``experts_BTLK``, ``expert_weights_BTLK``: of a policy with mixtures of experts, those that the rollout's positions
-    passed, as in ``Completion``; 0 at padding and last tokens. None where the engine does not tell.
+    passed, as in ``Completion``; -1, and weights of 0, where it passed none. None where the engine does not tell.
     """
 
     tokens_BT: Tensor
@@ -178,18 +178,14 @@ class Experience(Sequences):
         keys = [completion.key for completion in completions if completion.key is not None]
         width = sequences.tokens_BT.shape[1]
         known: dict[str, Any] = {each.name: getattr(sequences, each.name) for each in fields(sequences)}
-        for name, told in (
-            ("experts_BTLK", [completion.experts_SLK for completion in completions]),
-            ("expert_weights_BTLK", [completion.expert_weights_SLK for completion in completions]),
-        ):
-            known[name] = _padded(told, width, device)
-        supports = [completion.support for completion in completions if completion.support is not None]
-        known["support"] = tuple(supports) if len(supports) == len(completions) else None
-        tops = [completion.most_probable for completion in completions if completion.most_probable is not None]
+        for name, routes in zip(("experts_BTLK", "expert_weights_BTLK"), routes_of(prompts, completions), strict=True):
+            known[name] = None if routes is None else _padded(routes, width, device)
+        known["support"] = None if (found := supports(completions)) is None else tuple(found)
+        tops = most_probable(completions)
         summands = torch.tensor([list(each) for each in terms], dtype=torch.float32, device=device)
         return Experience(
             **known,
-            most_probable=tuple(tops) if len(tops) == len(completions) else None,
+            most_probable=None if tops is None else tuple(tops),
             rollout_logp_BR=logp_BR.to(device),
             reward_B=torch.tensor(rewards, dtype=torch.float32, device=device),
             terms_BK=summands[..., 0] if summands.numel() else None,
@@ -218,15 +214,34 @@ class Experience(Sequences):
         return advantage, self.weight_BR, self.valid_BR
 
 
-def _padded(routes: Sequence[Tensor | None], width: int, device: torch.device) -> Tensor | None:
-    """Stacked, with zeros up to ``width`` positions; None where a completion has none."""
-    known = [route for route in routes if route is not None]
-    if len(known) < len(routes):
-        return None
-    padded = known[0].new_zeros(len(known), width, *known[0].shape[1:])
-    for row, route in zip(padded, known, strict=True):
-        row[: len(route)] = route
-    return padded.to(device)
+def routes_of(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
+) -> tuple[list[Tensor] | None, list[Tensor] | None]:
+    """The experts of each sequence's positions but its last, and their weights; None where the engine does not tell.
+
+    Where it does not of an empty response alone: -1, and weights of 0.
+    """
+    found = (
+        told(completions, "experts", lambda each: each.experts_SLK, lambda one: one[:0]),
+        told(completions, "weights of experts", lambda each: each.expert_weights_SLK, lambda one: one[:0]),
+    )
+    ends = [len(prompt) + len(each.tokens) - 1 for prompt, each in zip(prompts, completions, strict=True)]
+    first, second = (
+        None if routes is None else [_lengthened(route, end) for route, end in zip(routes, ends, strict=True)]
+        for routes in found
+    )
+    return first, second
+
+
+def _lengthened(route: Tensor, positions: int) -> Tensor:
+    """A route with positions that passed no expert at its end."""
+    more = positions - len(route)
+    return torch.cat([route, route.new_full((more, *route.shape[1:]), 0 if route.is_floating_point() else -1)])
+
+
+def _padded(routes: Sequence[Tensor], width: int, device: torch.device) -> Tensor:
+    """Stacked, each lengthened to ``width`` positions."""
+    return torch.stack([_lengthened(route, width) for route in routes]).to(device)
 
 
 def balanced(lengths: Sequence[int], shares: int) -> list[list[int]]:

@@ -399,7 +399,8 @@ def _check(stored: StoredCase) -> None:
         "part": {t.dtype for t in (part.tokens_BT, part.prompt_length_B, part.length_B)} == {torch.int64}
         and part.prompt_length_B.shape == part.length_B.shape == (rows,)
         and int(part.prompt_length_B.min()) > 0 and int(part.length_B.max()) <= width
-        and torch.equal(part.mask_BR, counted) and bool(counted.any(1).all())
+        and torch.equal(part.mask_BR, counted) and bool((part.length_B >= part.prompt_length_B).all())
+        and bool(counted[case.row].any())
         and int(part.tokens_BT.min()) >= 0 and int(part.tokens_BT.max()) < words,
         "answers": len(call.tokens) == sum(r.samples for r in call.requests)
         and all(len(t or ()) <= call.params.max_tokens for t in call.tokens)

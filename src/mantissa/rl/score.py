@@ -4,13 +4,13 @@ The learner, the reference and the measure of an engine's share come here: the s
 same log-prob function at the same temperature, the same loop over micro-batches. What may differ is the weights and the
 kernels, and so those alone make a difference.
 
-Sequences go in without their repetitions: each distinct prompt once, no padding, no last token. The samples of a group
-share their prompt, and under a causal model the prompt's hidden states are the same in each. So what is done position
-by position (products, norms, feed-forward: nearly all of the work) is done on a packed row of distinct positions, and
-queries, keys and values are spread out to whole sequences for attention alone. With 8 samples of 24 tokens on prompts
-of 16 that is 0.63 of the positions of a padded batch. The gradient of a shared position is the sum over the sequences
-that share it, taken in fp32 by the embedding lookup's backward; in a simulated format it is rounded by the operation
-that reads it, like every sum of gradients.
+Sequences go in without their repetitions: each distinct prompt once, no padding, no last token of a response. The
+samples of a group share their prompt, and under a causal model the prompt's hidden states are the same in each. So what
+is done position by position (products, norms, feed-forward: nearly all of the work) is done on a packed row of distinct
+positions, and queries, keys and values are spread out to whole sequences for attention alone. With 8 samples of 24
+tokens on prompts of 16 that is 0.63 of the positions of a padded batch. The gradient of a shared position is the sum
+over the sequences that share it, taken in fp32 by the embedding lookup's backward; in a simulated format it is rounded
+by the operation that reads it, like every sum of gradients. A response may be empty: its prompt is computed whole.
 
 With a large vocabulary the logits are the largest tensor of a step: 10,000 response tokens of 49,152 words are 2 GB,
 and autograd keeps their log-softmax beside them. Beyond a bound they are computed part by part, in the backward pass
@@ -66,7 +66,8 @@ class Packed:
 
     ``tokens_N``, ``positions_N``: each packed position's token and its place in its sequence. ``source_N``: a flat B*T
     position it stands for. ``packed_BT``: the packed position of each one; 0 where there is none (padding and last
-    tokens), which no position that counts sees. ``owner_B``: the first sequence with the same prompt.
+    tokens), which no position that counts sees. ``owner_B``: the first sequence with the same prompt, one with a
+    response where there is one, for of an empty one's last position an engine says nothing.
     """
 
     tokens_N: Tensor
@@ -82,8 +83,8 @@ class Packed:
         (rows, width), device = tokens_BT.shape, tokens_BT.device
         column_1T = torch.arange(width, device=device).unsqueeze(0)
         prompt_BT = column_1T < sequences.prompt_length_B.unsqueeze(1)
-        real_BT = column_1T < sequences.length_B.unsqueeze(1) - 1  # the last token of a sequence predicts nothing
-        owner_B = _first_alike(tokens_BT.masked_fill(~prompt_BT, -1))
+        real_BT = prompt_BT | (column_1T < sequences.length_B.unsqueeze(1) - 1)  # the last of a response predicts none
+        owner_B = _first_alike(tokens_BT.masked_fill(~prompt_BT, -1), sequences.length_B > sequences.prompt_length_B)
         own_B1 = (owner_B == torch.arange(rows, device=device)).unsqueeze(1)
         kept_BT = real_BT & (own_B1 | ~prompt_BT)
         source_N = kept_BT.flatten().nonzero().squeeze(1)
@@ -119,12 +120,13 @@ class Packed:
         return Replayed(experts_NLK, weights_NLK, only_count=replay is None)
 
 
-def _first_alike(rows_BT: Tensor) -> Tensor:
-    """For each row, the index of the first row that equals it. int64, B."""
+def _first_alike(rows_BT: Tensor, rather_B: Tensor) -> Tensor:
+    """For each row, the index of the first row that equals it, of those with ``rather_B`` if it can be. int64, B."""
     _, kind_B = torch.unique(rows_BT, dim=0, return_inverse=True)
-    index_B = torch.arange(len(rows_BT), device=rows_BT.device)
-    first_B = torch.full_like(index_B, len(rows_BT)).scatter_reduce_(0, kind_B, index_B, "amin")
-    return first_B[kind_B]
+    count, index_B = len(rows_BT), torch.arange(len(rows_BT), device=rows_BT.device)
+    rank_B = torch.where(rather_B, index_B, index_B + count)
+    first_B = torch.full_like(index_B, 2 * count).scatter_reduce_(0, kind_B, rank_B, "amin")
+    return first_B[kind_B] % count
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from mantissa.algorithms import values
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import Reserve, is_full
 from mantissa.mismatch import gap_metrics
+from mantissa.precision.numerics import masked_mean
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect.batch import Batch
 from mantissa.rl.collect.source import SyncSource
@@ -230,7 +231,7 @@ class Steps(ABC):
             row |= {name: float(value) for name, value in gap.items()}
             if self.learner.router_flips is not None:
                 row["gap/router_flips"] = self.learner.router_flips
-            row["policy/entropy"] = float(experience.entropy_BR[mask_BR].double().mean())
+            row["policy/entropy"] = float(masked_mean(experience.entropy_BR.double(), mask_BR))
         row |= update.beside
         outcomes = update.outcomes
         applied = [outcome for outcome in outcomes if outcome.applied]

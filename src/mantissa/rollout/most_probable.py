@@ -30,6 +30,10 @@ class MostProbable:
         parts = zip(self.ids_TK.split(list(lengths)), self.logp_TK.split(list(lengths)), strict=True)
         return [MostProbable(ids.clone(), logp.clone()) for ids, logp in parts]
 
+    def nothing_like(self) -> MostProbable:
+        """As many, of no token."""
+        return MostProbable(self.ids_TK[:0], self.logp_TK[:0])
+
     @staticmethod
     def of(steps: Sequence[Mapping[int, float]], count: int) -> MostProbable:
         """From log-probs by token id, of each of T tokens; of each the ``count`` largest."""

@@ -37,7 +37,7 @@ def encode(kept_BV: Tensor) -> list[NDArray[np.int32]]:
     row, token = kept_BV.nonzero(as_tuple=True)
     counts = torch.bincount(row, minlength=len(kept_BV)).cpu()
     ids = token.to(torch.int32).cpu().numpy()
-    parts = np.split(ids, counts.cumsum(0)[:-1].numpy())
+    parts = np.split(ids, counts.cumsum(0).numpy())[:-1]  # the last part is after the last row
     wide = (counts >= words).nonzero().flatten().tolist()
     if wide:
         rows = np.zeros((len(wide), words * _BITS), dtype=bool)

@@ -6,9 +6,9 @@ temperature, top-k and top-p.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from mantissa.model import CopiedPolicy
 from mantissa.rollout.most_probable import MostProbable
 from mantissa.rollout.support import Support
 
+T = TypeVar("T")
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -78,6 +79,8 @@ class Completion:
     (fp32). None where the engine does not tell.
     ``support``: what top-k and top-p left to choose from at each token (``support.py``); None without them.
     ``most_probable``: as many of the sampler's most probable tokens as were asked for; None where none were.
+
+    An empty response may leave what is of its tokens None also where others of its batch have it.
     """
 
     tokens: tuple[int, ...]
@@ -89,6 +92,38 @@ class Completion:
     expert_weights_SLK: Tensor | None = None
     support: Support | None = None
     most_probable: MostProbable | None = None
+
+
+def told(
+    completions: Sequence[Completion], what: str, pick: Callable[[Completion], T | None], nothing: Callable[[T], T]
+) -> list[T] | None:
+    """What an engine tells of each completion, by ``pick``; None where it tells it of none.
+
+    ``nothing``: of an empty response of which it is not told, given another's. ``MantissaError``, with its name
+    ``what``, where some responses with tokens have it and others do not: whoever took it for none would score those
+    that have it otherwise.
+    """
+    found = [pick(completion) for completion in completions]
+    example = next((value for value in found if value is not None), None)
+    if example is None:
+        return None
+    silent = sum(value is None and bool(each.tokens) for value, each in zip(found, completions, strict=True))
+    if silent:
+        raise MantissaError(
+            f"the rollout engine told {what} of some completions and not of {silent} of {len(found)} in the same "
+            "batch: expected all or none; mend the engine"
+        )
+    return [nothing(example) if value is None else value for value in found]
+
+
+def supports(completions: Sequence[Completion]) -> list[Support] | None:
+    """``told`` of what each token was drawn from."""
+    return told(completions, "what tokens were drawn from", lambda each: each.support, lambda _: Support.of([]))
+
+
+def most_probable(completions: Sequence[Completion]) -> list[MostProbable] | None:
+    """``told`` of the sampler's most probable tokens."""
+    return told(completions, "the most probable tokens", lambda each: each.most_probable, MostProbable.nothing_like)
 
 
 class RolloutEngine(Protocol):

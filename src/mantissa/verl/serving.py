@@ -202,7 +202,7 @@ class Serving:
         request = Request(tuple(map(int, prompt)), self._key(prompt, given.get("seed")))
         while not self._open.is_set():
             if self._rejecting:
-                return Answer([], None, "aborted", self.step)
+                return Answer([], [] if given.get("logprobs", False) else None, "aborted", self.step)
             await self._open.wait()
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(request, params, future))
@@ -234,15 +234,21 @@ class Serving:
         while self._waiting:
             turn = [each for each in self._waiting if each.params == self._waiting[0].params]
             self._waiting = [each for each in self._waiting if each.params != turn[0].params]
+            turn = [each for each in turn if not each.future.done()]  # who cancelled a request waits for nothing
+            if not turn:
+                continue
             try:
                 requests = [each.request for each in turn]
                 found = await self._in_thread(self._sampler(requests, turn[0].params))
+                answers = [completion for (completion,) in found]
             except Exception as error:  # noqa: BLE001 - it is the requests' own, which wait for it
                 for each in turn:
-                    each.future.set_exception(error)
+                    if not each.future.done():
+                        each.future.set_exception(error)
                 continue
-            for each, (completion,) in zip(turn, found, strict=True):
-                each.future.set_result(completion)
+            for each, completion in zip(turn, answers, strict=True):
+                if not each.future.done():  # cancelled meanwhile
+                    each.future.set_result(completion)
 
     def _sampler(self, requests: list[Request], params: SamplingParams) -> Callable[[], list[list[Completion]]]:
         def run() -> list[list[Completion]]:
@@ -264,14 +270,15 @@ class Serving:
         """End every request with the tokens that it has, and hold (or turn away) what comes until ``go_on``."""
         self._open.clear()
         self._rejecting, self._stopping = reject, True
-        if self._turns is not None:
-            await self._turns
-        self._stopping = False
+        try:
+            await self.drained()
+        finally:
+            self._stopping = False
 
     async def drained(self) -> None:
-        """Wait until what is being sampled is done."""
+        """Wait until what is being sampled is done. Who waits may be cancelled, and the sampling goes on."""
         if self._turns is not None:
-            await self._turns
+            await asyncio.shield(self._turns)
 
     async def go_on(self) -> None:
         """The end of ``abort``."""

@@ -104,6 +104,8 @@ def test_values_are_counted_with_aliases_written_out() -> None:
 FLOWRL = "algorithm.reference={} & algorithm.loss=flowrl"
 VLLM = "rollout.engine=vllm"
 TOKEN_REJECTION = "algorithm.correction={reject_unit: token, reject_by: k3, reject_high: 0.1}"
+GDPO = "task.reward=[{verifier: task}, {function: 'a:b'}] & algorithm.advantage=gdpo"
+DISTILLATION = "algorithm.advantage=distillation & algorithm.reference={path: teacher}"
 MISTAKES = [  # overrides, with " & " between them, and what is said
     ("optimizer.learning_rate=1", r"unknown key 'optimizer\.learning_rate'.*known here: lr, warmup"),
     ("optimiser.lr=1", r"unknown key 'optimiser'; did you mean 'optimizer'\?"),
@@ -193,6 +195,27 @@ MISTAKES = [  # overrides, with " & " between them, and what is said
     ("rollout.dynamic={} & rollout.samples=1", "rollout: dynamic drops groups .*use 2 or more"),
     ("rollout.dynamic.when_exhausted=stop", r"rollout\.dynamic\.when_exhausted: .*got 'stop'"),
     ("rollout.overlong.buffer=6", r"rollout: overlong\.buffer=6: expected less than max_tokens=6"),
+    (
+        f"{GDPO} & rollout.overlong.buffer=4",
+        r"advantage=gdpo with rollout\.overlong: each reward is divided by",
+    ),
+    (
+        f"{DISTILLATION} & rollout.overlong.buffer=4",
+        r"rollout\.overlong does nothing with algorithm\.advantage=distillation",
+    ),
+    (
+        "task.reward=[{verifier: task, weight: 3}] & algorithm.advantage=grpo",
+        r"task\.reward: the weight 3 of the only term does nothing with algorithm\.advantage=grpo",
+    ),
+    (
+        "task.reward=[{verifier: task, weight: 0.5}, {function: 'a:b', weight: 0}] & "
+        "algorithm.advantage=reinforce_pp_baseline",
+        r"task\.reward: the weight 0\.5 of the only term does nothing",
+    ),
+    (
+        "task.reward=[{verifier: task}, {function: 'a:b', weight: 0}] & algorithm.advantage=gdpo",
+        r"gdpo normalises several rewards apart, and task\.reward is one",
+    ),
     ("rollout.overlong.factor=1", r"missing key 'rollout\.overlong\.buffer'"),
     ("rollout.max_policy_lag=1", r"max_policy_lag=1 does nothing with optimizer\.updates_per_batch=2"),
     ("rollout.max_policy_lag=-1", r"rollout\.max_policy_lag: .*got -1"),
@@ -228,6 +251,20 @@ def test_mistakes_are_one_clear_line(configure: Configure, overrides: str, messa
     with pytest.raises(MantissaError, match=message) as caught:
         configure(*overrides.split(" & "))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "task.reward=[{verifier: task, weight: 3}] & algorithm.advantage=dr_grpo",  # a longer step, before Adam
+        "task.reward=[{verifier: task, weight: 3}] & algorithm.advantage=grpo & rollout.overlong.buffer=4",
+        "task.reward=[{verifier: task, weight: -1}] & algorithm.advantage=grpo",
+        "task.reward=[{verifier: task, weight: 3}, {function: 'a:b'}] & algorithm.advantage=grpo",
+        GDPO.replace("{verifier: task}", "{verifier: task, weight: 3}"),
+    ],
+)
+def test_weights_that_do_something_are_accepted(configure: Configure, overrides: str) -> None:
+    configure(*overrides.split(" & "))
 
 
 @pytest.mark.parametrize(("override", "message"), NOT_ON_VLLM)

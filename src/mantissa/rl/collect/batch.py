@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -23,10 +23,11 @@ from mantissa.base.seeds import stream_slice
 from mantissa.rl.collect.dynamic import Fate, dynamic_metrics, fate, groups_to_train, overlong_penalty, with_penalty
 from mantissa.rl.collect.sampler import Sample, Sampler, _packed, _unpacked, by_group
 from mantissa.rl.config.sections import RolloutConfig
-from mantissa.rl.experience import Experience
+from mantissa.rl.experience import Experience, routes_of
 from mantissa.rollout import SamplingParams
 from mantissa.rollout.most_probable import MostProbable
 from mantissa.rollout.support import Support
+from mantissa.rollout.types import FinishReason
 from mantissa.runs.metrics import REWARD_PART
 from mantissa.tasks import Problem, Reward
 
@@ -150,7 +151,7 @@ def pack(batches: Iterable[Batch]) -> tuple[dict[str, Tensor], list[dict[str, An
     tensors: dict[str, Tensor] = {}
     plain = []
     for batch in batches:
-        tokens, lengths, logp, reasons, _, _, _, support, top = _packed([sample.completion for sample in batch.samples])
+        tokens, lengths, logp, reasons, _, keys, _, support, top = _packed([s.completion for s in batch.samples])
         packed = {"tokens": tokens, "lengths": torch.tensor(lengths), "logp": logp} | _routes_packed(batch)
         if support is not None:
             packed |= {"support_words": support.words, "support_counts": support.counts}
@@ -164,6 +165,7 @@ def pack(batches: Iterable[Batch]) -> tuple[dict[str, Tensor], list[dict[str, An
                 "position": batch.position,
                 "indices": list(batch.indices),
                 "finish_reasons": reasons,
+                "keys": keys,
                 "rewards": [[r.value, r.correct, r.error, dict(r.parts), r.terms] for r in batch.rewards],
                 "metrics": dict(batch.metrics),
             }
@@ -196,6 +198,7 @@ def _one_unpacked(
     step, version, position = (count(state[name], name) for name in ("step", "version", "position"))
     tokens, lengths, logp = (tensors[f"ahead/{step}/{name}"] for name in ("tokens", "lengths", "logp"))
     indices, reasons = state["indices"], state["finish_reasons"]
+    keys = state.get("keys", [None] * len(lengths))  # those of earlier versions have none
     support = None
     if f"ahead/{step}/support_counts" in tensors:
         support = Support(*(tensors[f"ahead/{step}/support_{name}"] for name in ("words", "counts")))
@@ -204,13 +207,15 @@ def _one_unpacked(
         top = MostProbable(*(tensors[f"ahead/{step}/top_{name}"] for name in ("ids", "logp")))
     checks = {
         "tokens": tokens.dtype == torch.int64 and bool(((tokens >= 0) & (tokens < embeddings)).all()),
-        "lengths": lengths.dtype == torch.int64 and bool((lengths >= 1).all()) and int(lengths.sum()) == len(tokens),
+        "lengths": lengths.dtype == torch.int64 and bool((lengths >= 0).all()) and int(lengths.sum()) == len(tokens),
         "logp": logp.dtype == torch.float32 and logp.shape == tokens.shape,
         "support": support is None or support.fits(tokens.tolist(), embeddings),
         "most probable tokens": top is None or top.fits(len(tokens), embeddings),
         "indices": all(number(index, 0, len(problems) - 1, whole=True) for index in indices),
         "groups": len(indices) > 0 and len(lengths) % len(indices) == 0,
-        "finish_reasons": len(reasons) == len(lengths) and set(reasons) <= {"stop", "length"},
+        "finish_reasons": len(reasons) == len(lengths) and set(reasons) <= set(get_args(FinishReason)),
+        "keys": len(keys) == len(lengths)
+        and all(key is None or number(key, -(1 << 63), (1 << 63) - 1, whole=True) for key in keys),
         "rewards": len(state["rewards"]) == len(lengths)
         and all(number(each[0], -math.inf, math.inf) for each in state["rewards"]),
         "metrics": all(isinstance(value, (int, float)) for value in state["metrics"].values()),
@@ -222,7 +227,6 @@ def _one_unpacked(
     prompts = [sampler.encode(problems[index]) for index in indices]
     positions = [len(prompts[place // size]) + length - 1 for place, length in enumerate(lengths.tolist())]
     routes = _routes_unpacked(tensors, step, positions)
-    keys = [None] * len(lengths)
     completions = _unpacked((tokens, lengths.tolist(), logp, reasons, version, keys, routes, support, top))
     samples = []
     for place, completion in enumerate(completions):
@@ -243,13 +247,8 @@ _ROUTES = {"experts": torch.int16, "expert_weights": torch.float32}  # as a chec
 
 def _routes_packed(batch: Batch) -> dict[str, Tensor]:
     """The experts of a batch's positions and their weights, where the engine told them."""
-    completions = [sample.completion for sample in batch.samples]
-    found = (
-        [completion.experts_SLK for completion in completions],
-        [completion.expert_weights_SLK for completion in completions],
-    )
-    known = [[route for route in routes if route is not None] for routes in found]
-    return {name: torch.cat(routes) for name, routes in zip(_ROUTES, known, strict=True) if routes}
+    found = routes_of([sample.prompt for sample in batch.samples], [sample.completion for sample in batch.samples])
+    return {name: torch.cat(routes) for name, routes in zip(_ROUTES, found, strict=True) if routes is not None}
 
 
 def _routes_unpacked(

@@ -40,10 +40,8 @@ def overlong_penalty(length: int, max_tokens: int, config: OverlongConfig | None
 def with_penalty(reward: Reward, penalty: float) -> Reward:
     """``reward`` with the penalty in its value and the same verdict; the very same one where there is none.
 
-    Where the reward is a sum, the penalty is one more of its terms, 0 or not.
+    Its terms are those of the reward without the penalty, which an advantage of each term by itself does not go with.
     """
-    if reward.terms:
-        return replace(reward, value=reward.value + penalty, terms=(*reward.terms, (penalty, 1.0)))
     return replace(reward, value=reward.value + penalty) if penalty else reward
 
 

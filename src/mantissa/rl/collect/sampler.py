@@ -17,6 +17,7 @@ from mantissa.rl.config.sections import RolloutConfig
 from mantissa.rollout import Completion, Request, RolloutEngine, SamplingParams
 from mantissa.rollout.most_probable import MostProbable
 from mantissa.rollout.support import Support
+from mantissa.rollout.types import most_probable, supports
 from mantissa.tasks import Grader, Problem, Reward
 
 T = TypeVar("T")
@@ -131,10 +132,9 @@ def _packed(group: Sequence[Completion]) -> tuple[Any, ...]:
     lengths = [len(completion.tokens) for completion in group]
     reasons, keys = [completion.finish_reason for completion in group], [completion.key for completion in group]
     routes = [(completion.experts_SLK, completion.expert_weights_SLK) for completion in group]
-    supports = [completion.support for completion in group if completion.support is not None]
-    support = Support.join(supports) if len(supports) == len(group) else None
-    tops = [completion.most_probable for completion in group if completion.most_probable is not None]
-    top = MostProbable.join(tops) if len(tops) == len(group) else None
+    drawn, tops = supports(group), most_probable(group)
+    support = None if drawn is None else Support.join(drawn)
+    top = None if tops is None else MostProbable.join(tops)
     return tokens, lengths, logp, reasons, group[0].policy_version, keys, routes, support, top
 
 

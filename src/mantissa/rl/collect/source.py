@@ -120,19 +120,17 @@ class AsyncSource(SyncSource):
     def start(self, step: int, weights: Weights, version: int, ahead: Sequence[Batch]) -> None:
         if self._stream is None:
             torch.set_num_threads(shares(self._threads)[0])
-        if [batch.step for batch in ahead] != list(range(step + 1, step + len(ahead) + 1)):
+        held, due = [batch.step for batch in ahead], list(range(step + 1, min(step + self._behind, self._last) + 1))
+        if held and held != due:  # none: the run begins, or its guard has fallen back; else the weights are gone
             raise MantissaError(
-                f"the checkpoint of step {step} has batches of other steps than the next; it is damaged"
+                f"the checkpoint of step {step} holds batches of the steps {held} and not those that were sampled "
+                f"ahead, {due}: it is damaged, or another run's; delete it to go on from an earlier one"
             )
         for batch in ahead:
             self._batches[batch.step] = Future()
             self._batches[batch.step].set_result(batch)
-        first = step + len(ahead) + 1
-        # none of them: the run begins, or its guard has fallen back
-        if ahead and not first > min(step + self._behind, self._last):  # the rest's weights are gone
-            raise MantissaError(f"the checkpoint of step {step} lacks batches that were sampled ahead; it is damaged")
         self._thread.start()
-        self._order(range(first, step + self._behind + 2), weights, version)
+        self._order(range(step + len(ahead) + 1, step + self._behind + 2), weights, version)
 
     def take(self, step: int) -> Batch:
         return self._batches.pop(step).result()

@@ -111,6 +111,11 @@ def _rollout_refusals(config: RunConfig) -> Refusals:
         f"rollout.max_policy_lag={lag} does nothing with optimizer.updates_per_batch={updates}: a step makes {updates} "
         f"versions, so sampling one step ahead needs {updates} or more; raise it, or set it to 0",
     )
+    yield (
+        kind == "distillation" and rollout.overlong is not None,
+        "rollout.overlong does nothing with algorithm.advantage=distillation, which learns from the teacher and only "
+        "logs rewards; leave it out",
+    )
     if config.algorithm.of_tokens:  # no completions are compared
         return
     estimator = ADVANTAGES[cast(AdvantageKind, kind)]
@@ -119,11 +124,24 @@ def _rollout_refusals(config: RunConfig) -> Refusals:
         f"algorithm.advantage={kind} needs rollout.samples of 2 or more: it compares the completions of a prompt, and "
         "of one alone every advantage is 0; raise it, or use reinforce_pp, which compares the whole batch",
     )
-    terms = getattr(config.task, "reward", None)
+    reward = getattr(config.task, "reward", None)
+    weights = [term.weight for term in reward if term.weight] if isinstance(reward, tuple) else [1.0]
     yield (
-        estimator.decoupled and not (isinstance(terms, (list, tuple)) and len(terms) > 1),
+        estimator.decoupled and len(weights) < 2,
         f"algorithm.advantage={kind} normalises several rewards apart, and task.reward is one; give task.reward a list "
-        "of terms, or use grpo",
+        "of terms with a weight, or use grpo",
+    )
+    yield (
+        estimator.decoupled and rollout.overlong is not None,
+        f"algorithm.advantage={kind} with rollout.overlong: each reward is divided by its own spread, so the penalty's "
+        "size (overlong.factor) would be lost, and one of a few tokens be as much as a wrong answer; leave overlong "
+        "out, or use grpo, to which the penalty is part of the one reward",
+    )
+    beside = rollout.overlong is not None or (config.algorithm.kl is not None and config.algorithm.kl.where == "reward")
+    yield (
+        estimator.normalises and len(weights) == 1 and abs(weights[0]) != 1 and not beside,
+        f"task.reward: the weight {weights[0] if weights else 0:g} of the only term does nothing with "
+        f"algorithm.advantage={kind}, which divides by the rewards' spread; leave it out",
     )
     yield (
         estimator.decoupled and rollout.dynamic is not None,

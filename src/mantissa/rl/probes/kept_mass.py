@@ -34,7 +34,7 @@ class KeptMass(Probe):
         return look
 
     def observe(self, step: int, experience: Experience) -> Metrics:
-        if experience.support is None:  # a top-k of at least the vocabulary
+        if experience.support is None or not bool(experience.mask_BR.any()):  # a top-k of at least the vocabulary
             return {}
         sizes = Support.join(experience.support).sizes(self.learner.model.config.vocab_size)
         metrics = {"support/tokens": float(sizes.double().mean())}
