@@ -44,6 +44,26 @@ class Cause:
 
 
 @dataclass(frozen=True)
+class Filler:
+    """What one ``side`` ("rollout" or "learner") has in place of log-probs (``fillers.py``): values from ``low`` to
+    ``high`` (one value: both are it), at ``tokens`` of ``sequences``; the first is at ``position`` (from 0, in the
+    response) of ``sequence`` (from 0, in the dump)."""
+
+    side: str
+    low: float
+    high: float
+    tokens: int
+    sequences: int
+    sequence: int
+    position: int
+
+    def __str__(self) -> str:
+        value = f"{self.low:g}" if self.low == self.high else f"{self.low:g} to {self.high:g}"
+        place = f"the first is response token {self.position + 1} of sequence number {self.sequence}"
+        return f"the {self.side} has {value} at {self.tokens:,} tokens of {self.sequences:,} sequences ({place})"
+
+
+@dataclass(frozen=True)
 class Finding:
     """One test of one signature. ``name``: the fault's key in ``signatures.yaml``, e.g. ``temperature``.
 
@@ -81,6 +101,7 @@ class Diagnosis:
     ``second``: another fault, in what the first does not explain. ``remarks``: habits that explain little.
     ``decided``: the cause that a model decided for, which log-probs alone left open. ``routers``: of a healthy mixture
     of experts, that its routers disagree.
+    ``fillers``: what stood in place of log-probs, which was not compared.
     ``figures``: of the gap, by name (``runs.metrics``' words). ``unknown``: sentences on what could not be tested.
     """
 
@@ -98,6 +119,7 @@ class Diagnosis:
     remarks: tuple[str, ...] = ()
     decided: str = ""
     routers: bool = False
+    fillers: tuple[Filler, ...] = ()
 
 
 class DoctorConfig(Config):

@@ -130,7 +130,8 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
     return Diagnosis(
         verdict, headline, dump.framework, fault, tuple(replace(each, rest=None) for each in every), figures,
         remedies=remedies, unknown=_unknown(dump, every, size, causing), notes=dump.notes,
-        second=named[1] if len(named) > 1 else None, remarks=_remarks(every, causing, bool(large)),
+        second=named[1] if len(named) > 1 else None, fillers=evidence.filled.fillers,
+        remarks=(*_left_out(evidence, causing, figures, expected), *_remarks(every, causing, bool(large))),
     )  # fmt: skip
 
 
@@ -181,6 +182,17 @@ def _remarks(every: Sequence[Finding], causing: Sequence[Finding], large: bool) 
     return tuple(
         f"{table[each.name].title}: {each.said}; it explains {each.share:.1%} of the squared gap" for each in habits
     )
+
+
+def _left_out(
+    e: Evidence, causing: Sequence[Finding], figures: dict[str, Any], expected: Usual
+) -> tuple[str, ...]:  # fmt: skip
+    """What was not compared, where no finding says it, and what the compared tokens are."""
+    if not e.filled.fillers:
+        return ()
+    told = any(each.name in ("unscored", "end_token", "cut_off") for each in causing)
+    others = f"the size of u of the other tokens is {figures['u_rms']:.2g}, up to {expected.bound:.2g} is usual"
+    return (*(f"not compared: {each}" for each in e.filled.fillers if not told), others)
 
 
 def _too_few(e: Evidence, figures: dict[str, Any], size: Finding, expected: Usual) -> str:

@@ -9,12 +9,13 @@ import numpy as np
 
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.dump import Dump
-from mantissa.doctor.evidence import SIDES, Evidence, Test, claimed, few, found_as, times_as, untested
+from mantissa.doctor.evidence import Evidence, Test, claimed, few, found_as, times_as, untested
 from mantissa.doctor.sample import (
     CERTAIN,
     FEWEST,
     LEVEL,
     POWER,
+    SIDES,
     Array,
     detectable_beyond,
     different,
