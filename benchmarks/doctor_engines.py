@@ -95,7 +95,7 @@ def _encoded_again(family: Family, rolled: Rolled, healthy: list[Array]) -> Iter
         for r in rolled.responses:
             at, new = int(draw.integers(3, max(4, len(r) - 8))), draw.integers(3, words, 2).tolist()
             other = r[:at] + new[: 1 if by < 0 else 2] + r[at + (2 if by < 0 else 1) :]
-            responses.append((other + [2])[: len(r)] if draw.random() < share else r)
+            responses.append([*other, 2][: len(r)] if draw.random() < share else r)
         again = scores(family, replace(rolled, responses=responses), {"": plain})[""]
         same = [a == b for a, b in zip(responses, rolled.responses, strict=True)]
         return dump(rolled, [y if own else z for y, z, own in zip(healthy, again, same, strict=True)])

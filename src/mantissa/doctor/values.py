@@ -16,6 +16,7 @@ import numpy as np
 
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence, few, found_as, untested
+from mantissa.doctor.rules import one_sided
 from mantissa.doctor.sample import (
     CERTAIN,
     FEWEST,
@@ -52,7 +53,7 @@ def not_logprobs(e: Evidence, tests: int) -> Finding:
     value, count = np.unique(above[above > 1e-3], return_counts=True)
     if len(value) and count.max() >= 10 and count.max() > count.sum() / 2:
         said += f", {count.max():,} of them {value[count.argmax()]:g} to the bit"
-    return Finding("not_logprobs", True, 0.0 if max(share) > 0 else 1.0, max(share), "of tokens", 0.0, said)
+    return Finding("not_logprobs", True, 0.0 if max(share) > 0 else 1.0, max(share), "of tokens", 0.0, said, exact=True)
 
 
 def nonfinite(e: Evidence, tests: int) -> Finding:
@@ -62,7 +63,7 @@ def nonfinite(e: Evidence, tests: int) -> Finding:
     share = float((one & like).mean())
     sides = [float((~there & one & like).mean()) for there in e.there]
     said = f"the {SIDES[int(np.argmax(sides))]} has no number (NaN or infinite) for {share:.2%} of tokens"
-    return Finding("nonfinite", True, 0.0 if share > 0 else 1.0, share, "of tokens", 0.0, said)
+    return Finding("nonfinite", True, 0.0 if share > 0 else 1.0, share, "of tokens", 0.0, said, exact=True)
 
 
 def _runs(e: Evidence, missing: Array) -> tuple[Array, Array]:
@@ -103,7 +104,7 @@ def cut_off(e: Evidence, tests: int) -> Finding:
     side = SIDES[0] if (cut & ~e.there[0]).any() else SIDES[1]
     said = f"{share:.2%} of tokens have no number on the {side}'s side, and each of them is improbable on the other"
     said = "; ".join([said, *map(str, e.filled.fillers)])
-    return Finding("cut_off", True, 0.0 if share else 1.0, share, "of tokens", 0.0, said)
+    return Finding("cut_off", True, 0.0 if share else 1.0, share, "of tokens", 0.0, said, exact=True)
 
 
 def unscored(e: Evidence, tests: int, name: str = "unscored") -> Finding:
@@ -116,7 +117,7 @@ def unscored(e: Evidence, tests: int, name: str = "unscored") -> Finding:
     there = share > 0 and (last >= 0.8) == (name == "end_token") and not _unnormalised(e)
     said = f"{share:.2%} of tokens are scored on one side only" + (f", {last:.0%} of them last ones" if share else "")
     said = "; ".join([said, *map(str, e.filled.fillers)])
-    return Finding(name, True, 0.0 if there else 1.0, share if there else 0.0, "of tokens", 0.0, said)
+    return Finding(name, True, 0.0 if there else 1.0, share if there else 0.0, "of tokens", 0.0, said, exact=True)
 
 
 def _unnormalised(e: Evidence) -> str:
@@ -137,7 +138,7 @@ def unnormalised(e: Evidence, tests: int) -> Finding:
     side = _unnormalised(e) if len(e.all.x) else ""
     zero = float((np.abs(np.nan_to_num(e.all.y if side == "learner" else e.all.x, nan=-1)) < _SAME).mean())
     said = f"{zero:.0%} of the {side}'s are exactly 0, every token of more than half among them" if side else "no"
-    return Finding("unnormalised", True, 0.0 if side else 1.0, zero if side else 0.0, "of tokens", 0.03, said,
+    return Finding("unnormalised", True, 0.0 if side else 1.0, zero if side else 0.0, "of tokens", 0.03, said, exact=True,
                    rest=np.zeros(len(e.clean.x)))  # fmt: skip
 
 
@@ -415,9 +416,10 @@ def soft_cap(e: Evidence, tests: int) -> Finding:
 
 def support(e: Evidence, tests: int) -> Finding:
     """One sign has nearly all of sum u^2, the other sign is noise, and d is one for all words of a context; first and
-    last tokens aside."""
+    last tokens aside. Where single tokens make it, all of one sign, and too many to be so by chance (``rules``)."""
     t = e.clean.telling
-    t = t.where((t.left > 0) & (t.position > 0))
+    inner = (t.left > 0) & (t.position > 0)
+    t = t.where(inner)
     if t.units < FEWEST:
         return few("support", t.units)
     negative = t.d < 0
@@ -429,7 +431,7 @@ def support(e: Evidence, tests: int) -> Finding:
     side = "rollout" if down else "learner"
     square = np.sort(t.u**2)[::-1]
     alone = float(square[: max(1, len(square) // 50)].sum()) > 0.7 * float(square.sum())  # then it is of single tokens
-    quiet = not alone and other.size <= e.usual and float(np.abs(other.u).max(initial=0.0)) <= 6 * max(e.usual, 1e-6)
+    quiet = other.size <= e.usual and float(np.abs(other.u).max(initial=0.0)) <= 6 * max(e.usual, 1e-6)
     pairs = _Pairs(e)
     size = float(np.sqrt(np.square(t.d).mean()))
     constant = not pairs.enough or pairs.moved < max(2 * e.usual, 0.5 * size)
@@ -439,8 +441,14 @@ def support(e: Evidence, tests: int) -> Finding:
     # The tokens that were cut are everywhere: an effect that a fiftieth of all tokens makes is of another kind.
     broad = float(np.sqrt(square[len(square) // 50 :].mean()))
     sign = e.clean.d < 0 if down else e.clean.d > 0
+    holds = quiet and constant and together > 0.5
+    some = one_sided(t, e.texts[e.places][e.telling][inner], e.usual)
+    far, clear = int(some.far.sum()), not len(some.others) and not some.wrong and some.p < LEVEL
+    if clear:
+        said += f", at all {far} of {len(t.u):,} tokens that differ far"
+    throughout = not alone and lean > 0.5 and t.size > e.usual / 2
     return found_as("support", share, "nats", said, effect=broad, detectable=max(3 * other.size, e.usual / 2),
-                    holds=quiet and lean > 0.5 and t.size > e.usual / 2 and constant and together > 0.5,
+                    holds=holds and (throughout or clear), also=0.0 if throughout else some.p,
                     rest=np.where(sign, 0.0, e.clean.d))  # fmt: skip
 
 
