@@ -12,14 +12,15 @@ import numpy as np
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence, claimed, untested
 from mantissa.doctor.kinds import tokens_fly
-from mantissa.doctor.sample import CERTAIN, FEWEST, LEVEL, Array
+from mantissa.doctor.sample import CERTAIN, FEWEST, Array
 
 _SHIFTS, _CONTROLS = (-2, -1, 1, 2), (-6, -5, 5, 6)  # the second say how often chance does it
 _CAP = 5.0  # of |u| where only agreement counts
 _TAIL = 4  # tokens, at least, on either side of a change
 _BETTER = 4.0  # times as well, by the median, the moved sides agree
 _BETWEEN = 5  # tokens, at most, from the first that differs to where the moved sides agree
-_TIMES, _CLEARLY = 3.0, 8.0  # the larger size over the smaller; where single tokens fly
+_TIMES, _CLEARLY = 4.0, 8.0  # the larger size over the smaller; where single tokens fly
+_TOGETHER = 0.5  # correlation of both sides' log-probs: weights near one another give it
 _SPREAD = 0.12  # standard deviation, of a sequence's length, of the places: else they are of a position
 _MOST = 600  # sequences that are looked at
 _DRAWS = 40  # orders of each sequence's tokens, that say what chance gives
@@ -33,11 +34,10 @@ _LONG = 12  # tokens of a sequence in which a step is looked for
 
 @dataclass(frozen=True)
 class _Moved:
-    """``rest``: what is left of the sequence's d, from ``at`` on that of the places ``by`` apart."""
+    """From number ``at`` of the sequence's tokens on the learner's are ``by`` places further."""
 
     by: int
     at: int
-    rest: Array
 
 
 def moved_from(e: Evidence, tests: int) -> Finding:
@@ -53,24 +53,25 @@ def moved_from(e: Evidence, tests: int) -> Finding:
     long = np.flatnonzero(ends - begins >= 2 * _TAIL)[:_MOST]
     if len(long) < FEWEST:
         return untested("moved_from", f"{len(long)} sequences of {2 * _TAIL} tokens or more; {FEWEST} at least")
-    rest, hits, chance, by, first = t.d.copy(), 0, 0, list[int](), list[int]()
+    moved, chance, by, first = np.zeros(len(t.x), dtype=bool), 0, list[int](), list[int]()
     for begin, end in zip(begins[long].tolist(), ends[long].tolist(), strict=True):
         own = slice(begin, end)
         parts = t.x[own], t.y[own], t.u[own], t.position[own]
         found = _moved(*parts, _SHIFTS, e.usual)
         chance += _moved(*parts, _CONTROLS, e.usual) is not None
         if found is not None:
-            hits, rest[own] = hits + 1, found.rest
+            moved[begin + found.at : end] = True
             by.append(found.by)
-            first.append(found.at)
+            first.append(int(t.position[begin + found.at]))
+    hits = len(by)
     p0 = (chance + 1) / (len(long) + 2)
     p = float(bdtrc(hits - 1, len(long), p0)) if hits >= 3 else 1.0
-    e.shared["moved_from"] = p < LEVEL
     said = f"{hits} of {len(long)} sequences agree up to a token and from it on when they are moved"
     if by:
         numbers = ", ".join(f"{k:+d}" for k in sorted(set(by)))
         said += f" by {numbers}; the middle one of these tokens is number {int(np.median(first)) + 1} of the response"
-    return Finding("moved_from", True, p, hits / len(long), "of sequences", FEWEST / len(long), said, rest=rest)
+    return Finding("moved_from", True, p, hits / len(long), "of sequences", FEWEST / len(long), said,
+                   rest=claimed(e, moved))  # fmt: skip
 
 
 def _moved(x: Array, y: Array, u: Array, position: Array, shifts: tuple[int, ...], usual: float) -> _Moved | None:
@@ -91,9 +92,7 @@ def _moved(x: Array, y: Array, u: Array, position: Array, shifts: tuple[int, ...
         after = real & (np.arange(len(x)) >= at)
         if gain[at] <= best or after.sum() < _TAIL or np.median(here[after]) < _BETTER * np.median(moved[after]):
             continue
-        rest = np.where(np.arange(len(x)) < at, y - x, np.where(real, d, np.nan))
-        rest[far[0] : at] = np.nan
-        best, kept = float(gain[at]), _Moved(k, int(far[0]), rest)
+        best, kept = float(gain[at]), _Moved(k, int(far[0]))
     return kept
 
 
@@ -142,8 +141,11 @@ def mid_sequence(e: Evidence, tests: int) -> Finding:
     times = sizes[1] / max(sizes[0], e.usual / 300)
     spread = float(np.std(places[hit, way] / count[long][hit])) if hit.any() else 0.0
     holds = hit.sum() >= max(4, 0.1 * len(long)) and times > _TIMES and sizes[0] <= e.usual and spread > _SPREAD
-    holds = holds and sizes[1] > _MATTERS * e.usual and not e.shared.get("moved_from")
+    holds = holds and sizes[1] > _MATTERS * e.usual
     holds = holds and (sizes[1] > e.usual or times > _CLEARLY or not tokens_fly(e))
+    x, y = t.x[larger], t.y[larger]
+    together = float(np.corrcoef(x, y)[0, 1]) if len(x) > 2 and x.std() and y.std() else 0.0
+    holds = holds and together > _TOGETHER  # else the sides are not of the same tokens
     where = ("from a token of their own on", "up to a token of their own")[way]
     said = f"in {int(hit.sum())} of {len(long)} sequences |d| is {times:.3g} times as large {where}"
     everywhere = np.zeros(len(e.clean.u), dtype=bool)

@@ -72,8 +72,9 @@ class Finding:
     ``detectable``: the smallest effect that this sample shows with probability 0.95, None where that is not known.
     ``tested``: False where the dump does not hold what the test needs; ``said`` is then why. ``share``: of sum d^2,
     what it explains. ``by_number``: whether the sequences that it is of are known by their numbers, as those of one
-    rank are. ``exact``: whether it is what no noise can do, of any number of tokens. ``also``: other signatures that the numbers cannot tell from it. ``rest``: what it leaves of d, float64
-    [N], NaN where it says where and not how much; None where it explains no values.
+    rank are. ``exact``: whether it is what no noise can do, of any number of tokens. ``also``: other signatures
+    that the numbers cannot tell from it. ``rest``: what it leaves of d, float64 [N], NaN where it says where and
+    not how much; None where it explains no values.
     """
 
     name: str

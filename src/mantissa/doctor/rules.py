@@ -20,7 +20,7 @@ from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence, few, untested
 from mantissa.doctor.sample import FEWEST, SIDES, Array, Tokens
 
-_FAR = 2.0  # times the usual bound
+_FAR = (2.0, 8.0)  # times the usual bound, or the size of the differences of the rarer sign
 _COUNTED = 1.5  # nats
 _WORDS = 6  # different ones, at least, for a decision by them
 _PURE = 0.95  # of the tokens that differ far: of their word's own sign
@@ -45,7 +45,9 @@ def one_sided(t: Tokens, word_N: Array, usual: float) -> OneSided:
     """Of which sign the differences are that are far beyond noise."""
     from scipy.special import pdtr
 
-    far = np.abs(t.u) > _FAR * usual
+    squares = [float(np.square(t.u[part]).sum()) for part in (t.d < 0, t.d > 0)]
+    noise = float(np.sqrt(min(squares) / max(int((t.d < 0 if squares[0] < squares[1] else t.d > 0).sum()), 1)))
+    far = np.abs(t.u) > min(_FAR[0] * usual, max(_FAR[1] * noise, usual / 8))
     words, word = np.unique(word_N[far], return_inverse=True)
     d, count = t.d[far], np.maximum(np.bincount(word, minlength=len(words)), 1)
     down = np.bincount(word, d < 0, len(words)) > count / 2

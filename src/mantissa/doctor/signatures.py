@@ -78,6 +78,8 @@ _PLACES = (
 SHAPES = ("prompt", "weights")  # what is known of a gap that nothing explains
 _SIZES = ("too_large", *SHAPES)
 _LAWS = ("units", "support", "temperature", "soft_cap", "repetition", "min_tokens", "logit_bias")
+# Of what is seen in the same sequences, these say where in them it begins.
+_SAYS_MORE = {"some_sequences": ("moved_from", "mid_sequence"), "mid_sequence": ("moved_from", "min_tokens")}
 _WITHOUT_BOTH = ("not_logprobs", "unnormalised", "nonfinite", "cut_off", "unscored", "coarse_logprobs")
 
 
@@ -176,6 +178,8 @@ def cause_of(every: Sequence[Finding], least: float = ENOUGH) -> Finding | None:
     large = any(each.found for each in every if each.name == "too_large")
     exact = [each for each in every if each.found and each.exact]
     named = [each for each in every if each.found and each.name not in _SIZES and not each.exact]
+    enough = {each.name for each in named if each.share >= least}
+    named = [each for each in named if not enough.intersection(_SAYS_MORE.get(each.name, ()))]
     part = least if large else PARTLY
     named = [each for each in named if each.share >= (part if each.name in _PLACES else least)]
     if exact and (not named or not large):

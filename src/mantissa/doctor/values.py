@@ -138,8 +138,8 @@ def unnormalised(e: Evidence, tests: int) -> Finding:
     side = _unnormalised(e) if len(e.all.x) else ""
     zero = float((np.abs(np.nan_to_num(e.all.y if side == "learner" else e.all.x, nan=-1)) < _SAME).mean())
     said = f"{zero:.0%} of the {side}'s are exactly 0, every token of more than half among them" if side else "no"
-    return Finding("unnormalised", True, 0.0 if side else 1.0, zero if side else 0.0, "of tokens", 0.03, said, exact=True,
-                   rest=np.zeros(len(e.clean.x)))  # fmt: skip
+    return Finding("unnormalised", True, 0.0 if side else 1.0, zero if side else 0.0, "of tokens", 0.03, said,
+                   exact=True, rest=np.zeros(len(e.clean.x)))  # fmt: skip
 
 
 def units(e: Evidence, tests: int) -> Finding:
@@ -443,7 +443,8 @@ def support(e: Evidence, tests: int) -> Finding:
     sign = e.clean.d < 0 if down else e.clean.d > 0
     holds = quiet and constant and together > 0.5
     some = one_sided(t, e.texts[e.places][e.telling][inner], e.usual)
-    far, clear = int(some.far.sum()), not len(some.others) and not some.wrong and some.p < LEVEL
+    far = int(some.far.sum())
+    clear = not len(some.others) and not some.wrong and some.p < LEVEL and t.where(some.far).size > e.usual / 2
     if clear:
         said += f", at all {far} of {len(t.u):,} tokens that differ far"
     throughout = not alone and lean > 0.5 and t.size > e.usual / 2
