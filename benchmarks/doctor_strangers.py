@@ -34,6 +34,7 @@ HELD_OUT = ("phi", "apertus", "olmo3", "doge", "gpt-bigcode", "jais2", "nanochat
             "hyperclovax", "bitnet", "ministral", "granite-swa", "mpt", "bloom", *MIXTURES)  # fmt: skip
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Array = np.ndarray
+Law = Callable[[Tensor, int], Tensor]
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]  # (logits N,V in fp32; tokens N; their sequence's tokens N,T) -> N
 
 
@@ -250,12 +251,13 @@ class Rolled:
 
 def roll(
     family: Family, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, *,
-    cache_format: torch.dtype | None = None, whole: bool = False,
+    cache_format: torch.dtype | None = None, whole: bool = False, law: Law | None = None, end: int = 2,
 ) -> Rolled:  # fmt: skip
     """Sample by a decode loop with a cache; log-probs are of the law that was sampled from.
 
     ``cache_format``: what keys and values are rounded to, scaled to their largest. ``whole``: log-probs are of the
-    whole law, while top-k and top-p cut what is drawn.
+    whole law, while top-k and top-p cut what is drawn. ``law``: what makes other logits of B,V logits, after so many
+    tokens. ``end``: the token that ends a sequence.
     """
     from transformers import DynamicCache
 
@@ -274,11 +276,12 @@ def roll(
             out = family.model(ids, attention_mask=mask, position_ids=position, past_key_values=cache,
                                logits_to_keep=1)  # fmt: skip
             logits = out.logits[:, -1].float() / temperature
-            law = torch.log_softmax(cut(logits, top_k, top_p), -1)
-            token = torch.multinomial(law.exp(), 1, generator=draw)
+            logits = logits if law is None else law(logits, at)
+            drawn = torch.log_softmax(cut(logits, top_k, top_p), -1)
+            token = torch.multinomial(drawn.exp(), 1, generator=draw)
             tokens.append(token)
-            logps.append((torch.log_softmax(logits, -1) if whole else law).gather(1, token))
-            ended = (token[:, 0] == 2) & (stop == family.length)
+            logps.append((torch.log_softmax(logits, -1) if whole else drawn).gather(1, token))
+            ended = (token[:, 0] == end) & (stop == family.length)
             stop = torch.where(ended, at + 1, stop)
             ids, position = token, position[:, -1:] + 1
             mask = torch.cat([mask, torch.ones_like(token)], 1)

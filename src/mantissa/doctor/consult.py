@@ -12,6 +12,7 @@ from mantissa.doctor.decide import SEQUENCES as SOME
 from mantissa.doctor.decide import comes_back, cut_samples, decided, disputed, fewer, is_open, sure, until_given_back
 from mantissa.doctor.diagnosis import Diagnosis, Verdict
 from mantissa.doctor.dump import Dump, Scored
+from mantissa.doctor.fillers import without
 from mantissa.doctor.layers import ByLayer, by_layer, layers_plot
 from mantissa.doctor.sides import Scores, Side, Weights, evenly_spaced
 from mantissa.doctor.substitution import Substitution, declared, hypotheses, substitute
@@ -43,6 +44,7 @@ def consult(
     say: Callable[[str], None] = lambda line: None,
 ) -> Consultation:
     """Score the dump under every hypothesis, and where asked follow both sides through the layers."""
+    dump = without(dump)
     useful, fault = evenly_spaced(dump.sequences, len(dump.sequences)), diagnosis.fault
     disputed_of = fault.name if fault is not None and is_open(diagnosis) else ""
     few = fewer(useful) if (disputed_of or versions) and len(useful) > SOME else []

@@ -44,6 +44,26 @@ class Cause:
 
 
 @dataclass(frozen=True)
+class Filler:
+    """What one ``side`` ("rollout" or "learner") has in place of log-probs (``fillers.py``): values from ``low`` to
+    ``high`` (one value: both are it), at ``tokens`` of ``sequences``; the first is at ``position`` (from 0, in the
+    response) of ``sequence`` (from 0, in the dump)."""
+
+    side: str
+    low: float
+    high: float
+    tokens: int
+    sequences: int
+    sequence: int
+    position: int
+
+    def __str__(self) -> str:
+        value = f"{self.low:g}" if self.low == self.high else f"{self.low:g} to {self.high:g}"
+        place = f"the first is response token {self.position + 1} of sequence number {self.sequence}"
+        return f"the {self.side} has {value} at {self.tokens:,} tokens of {self.sequences:,} sequences ({place})"
+
+
+@dataclass(frozen=True)
 class Finding:
     """One test of one signature. ``name``: the fault's key in ``signatures.yaml``, e.g. ``temperature``.
 
@@ -52,8 +72,9 @@ class Finding:
     ``detectable``: the smallest effect that this sample shows with probability 0.95, None where that is not known.
     ``tested``: False where the dump does not hold what the test needs; ``said`` is then why. ``share``: of sum d^2,
     what it explains. ``by_number``: whether the sequences that it is of are known by their numbers, as those of one
-    rank are. ``also``: other signatures that the numbers cannot tell from it. ``rest``: what it leaves of d, float64
-    [N], NaN where it says where and not how much; None where it explains no values.
+    rank are. ``exact``: whether it is what no noise can do, of any number of tokens. ``also``: other signatures
+    that the numbers cannot tell from it. ``rest``: what it leaves of d, float64 [N], NaN where it says where and
+    not how much; None where it explains no values.
     """
 
     name: str
@@ -67,6 +88,7 @@ class Finding:
     share: float = 0.0
     also: tuple[str, ...] = ()
     by_number: bool = False
+    exact: bool = False
     rest: Any = field(default=None, repr=False, compare=False)
 
     def or_else(self, *names: str) -> Finding:
@@ -81,6 +103,7 @@ class Diagnosis:
     ``second``: another fault, in what the first does not explain. ``remarks``: habits that explain little.
     ``decided``: the cause that a model decided for, which log-probs alone left open. ``routers``: of a healthy mixture
     of experts, that its routers disagree.
+    ``fillers``: what stood in place of log-probs, which was not compared.
     ``figures``: of the gap, by name (``runs.metrics``' words). ``unknown``: sentences on what could not be tested.
     """
 
@@ -98,6 +121,7 @@ class Diagnosis:
     remarks: tuple[str, ...] = ()
     decided: str = ""
     routers: bool = False
+    fillers: tuple[Filler, ...] = ()
 
 
 class DoctorConfig(Config):

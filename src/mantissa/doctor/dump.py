@@ -68,3 +68,8 @@ class Dump:
     settings: Settings = field(default_factory=Settings)
     run: Path | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def routed(self) -> bool:
+        """Whether something says that the policy routes to experts."""
+        return bool(self.settings.experts) or any(each.flipped is not None for each in self.sequences)

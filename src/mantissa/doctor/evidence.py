@@ -16,12 +16,15 @@ import numpy as np
 
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.dump import Dump
+from mantissa.doctor.fillers import Filled, filled
 from mantissa.doctor.sample import (
     CERTAIN,
     FEWEST,
+    SIDES,
     Array,
     Tested,
     Tokens,
+    grid_of,
     log_rms,
     same_contexts,
     sums_by,
@@ -29,7 +32,6 @@ from mantissa.doctor.sample import (
     tokens_of,
 )
 
-SIDES = ("rollout", "learner")
 _PAIRS = 20_000
 _WORST = 20.0  # nats: what is further apart counts as so much
 
@@ -38,14 +40,16 @@ _WORST = 20.0  # nats: what is further apart counts as so much
 class Evidence:
     """``usual``: the largest size of u of a healthy gap in its formats.
 
-    ``all``: every compared position; ``there``: bool [2, all], where the rollout and the learner have a number;
-    ``zeros``: bool [all], where one side has a 0 that is no probability; ``clean``: those that both sides scored.
+    ``all``: every compared position; ``there``: bool [2, all], where the rollout and the learner have a number that
+    is no filler; ``filled``: the fillers; ``zeros``: bool [all], where one side has a 0 that is no probability;
+    ``clean``: those that both sides scored.
     """
 
     dump: Dump
     usual: float
     all: Tokens
     there: Array
+    filled: Filled
     zeros: Array
     clean: Tokens
     shared: dict[str, Any] = field(init=False, default_factory=dict)  # what one test found and another needs
@@ -53,7 +57,9 @@ class Evidence:
     @staticmethod
     def of(dump: Dump, usual: float) -> Evidence:
         found, x_there, y_there = tokens_of(dump)
-        x, y = np.nan_to_num(found.x, nan=0.0), np.nan_to_num(found.y, nan=0.0)
+        fillers = filled(dump, found)
+        x_there, y_there = x_there & ~fillers.where[0], y_there & ~fillers.where[1]
+        x, y = np.where(x_there, found.x, 0.0), np.where(y_there, found.y, 0.0)
         # A law cut by top-p may be sure where the whole one is not, and by top-p of 0.37 at the least. Where one side
         # is sure of less, its zeros are no probabilities.
         zero = np.zeros(len(x), dtype=bool)
@@ -62,7 +68,7 @@ class Evidence:
                 zero |= (one == 0) & (other < -1e-3)
         zero &= x_there & y_there
         clean = found.where(x_there & y_there & ~zero)
-        return Evidence(dump, usual, found, np.stack([x_there, y_there]), zero, clean)
+        return Evidence(dump, usual, found, np.stack([x_there, y_there]), fillers, zero, clean)
 
     @property
     def one_sided(self) -> Array:
@@ -73,6 +79,13 @@ class Evidence:
         """Whether the size of u is beyond the usual."""
         t = tokens.telling
         return tested(sums_by(t.unit, t.u**2, np.ones_like(t.u)), log_rms, float(np.log(self.usual * factor)), tests)
+
+    @cached_property
+    def grids(self) -> tuple[str | None, str | None]:
+        """The coarse grid that each side's log-probs lie on, None where there is none."""
+        sides = (side[there] for side, there in zip((self.all.x, self.all.y), self.there, strict=True))
+        rollout, learner = (grid_of(side[side < -1e-6]) for side in sides)
+        return rollout, learner
 
     @cached_property
     def telling(self) -> Array:

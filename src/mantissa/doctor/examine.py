@@ -14,17 +14,18 @@ from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.facts import Usual, coarser, facts, usual
 from mantissa.doctor.kinds import seen_in_a_quarter
-from mantissa.doctor.routers import BY_ROUTERS, Flights, flights, may_be, routed
+from mantissa.doctor.routers import BY_ROUTERS, Flights, flights, may_be
 from mantissa.doctor.sample import FEWEST, Tokens, different
-from mantissa.doctor.signatures import EXACT, SHAPES, causes, findings
+from mantissa.doctor.signatures import SHAPES, causes, findings
 from mantissa.doctor.words import titled
 
 _NOTHING = 1e-5  # nats: below it nothing is to be done, whatever the formats
 _WORTH = 0.001  # of sum d^2: beside a fault, a habit that explains less is no news
 _BLIND = 10.0  # times what is usual: a sample that would not show so much says nothing
 _CURVE = 0.6  # of sum d^2 on a curve in the log-prob: a law is in it, and a shape may be the law's
-_BY_SIZE = {"experts": 2.0, "half_logits": 1.0}  # remarks up to so many times what is usual
+_BY_SIZE = {"experts": 2.0, "single_tokens": 2.0, "half_logits": 1.0}  # remarks up to so many times what is usual
 _ALIKE = 0.1  # correlation of u over the same token: other weights have as much or more
+_MAY_ROUTE = "whether the policy is a mixture of experts, where single tokens differ so: say --experts if it is one"
 _FEWEST = (2 * FEWEST, 64)  # sequences and tokens, for a verdict where nothing is found
 
 
@@ -32,24 +33,25 @@ def examine(dump: Dump) -> Diagnosis:
     """Diagnose a dump from its numbers alone.
 
     Single tokens that fly, as where routers disagree, are no fault of a mixture of experts: the others are judged. Of a
-    policy that may be a mixture or not, the answer is then not known.
+    policy of which nothing says whether it is a mixture, the answer is then not known.
     """
     evidence = Evidence.of(dump, usual(dump.settings).bound)
     found = _examined(evidence)
     faults = [each for each in (found.fault, found.second) if each is not None]
     named = {each.name for each in faults}
-    if not len(evidence.clean.x) or not named <= {*BY_ROUTERS, *SHAPES, "too_large"}:
+    dense = dump.settings.experts is False and not dump.routed
+    if dense or not len(evidence.clean.x) or not named <= {*BY_ROUTERS, *SHAPES, "too_large"}:
         return found
     flown = flights(evidence)
     if flown is None:
         return found
-    said = routed(dump)
+    said = dump.routed
     if not flown.few:
         unlike = said and dump.settings.rollout_format != dump.settings.learner_format and flown.some
         perhaps = may_be(flown, faults) and (flown.within or unlike) and (said or flown.single)
-        return _perhaps_routers(found, flown, said) if perhaps else found
+        return _unexplained(found, flown, said) if perhaps else found
     if not said:
-        return _perhaps_routers(found, flown, said) if flown.fly and named & {*BY_ROUTERS, "too_large"} else found
+        return _unexplained(found, flown, said) if flown.fly and named & {*BY_ROUTERS, "too_large"} else found
     if not named and not flown.fly:
         return found
     quiet = evidence.after(np.where(flown.where, np.nan, evidence.clean.d))
@@ -75,18 +77,24 @@ def _routers(others: Diagnosis, flown: Flights, bound: float) -> str:
     )
 
 
-def _perhaps_routers(found: Diagnosis, flown: Flights, said: bool) -> Diagnosis:
-    """``said``: the dump says that it is of a mixture."""
+def _unexplained(found: Diagnosis, flown: Flights, said: bool) -> Diagnosis:
+    """``said``: something says that it is of a mixture."""
+    amount = "a few" if flown.few else "many"
     tokens = f"{flown.beyond:,} of {flown.count:,} uncertain tokens are beyond the usual"
-    decide = "say --experts if it is one"
+    tokens += f", the size of u of the others is {flown.quiet:.2g}"
     if said:
-        decide = "to decide, score again in the rollout's format or with the rollout's experts, or give --model"
-    headline = (
-        f"not known: routers of a mixture of experts that disagree, or {'a few' if flown.few else 'many'} tokens of "
-        f"other weights or another cache ({tokens}, the size of u of the others is {flown.quiet:.2g}); {decide}"
-    )
-    return replace(found, verdict=Verdict.UNKNOWN, headline=headline, fault=None, second=None,
-                   remedies=("replay_routing", "fp32_router"))  # fmt: skip
+        headline = (
+            f"not known: routers of a mixture of experts that disagree, or {amount} tokens of other weights or another "
+            f"cache ({tokens}); to decide, score again in the rollout's format or with the rollout's experts, or give "
+            "--model"
+        )
+        remedies, unknown = ("replay_routing", "fp32_router"), found.unknown
+    else:
+        far = f"{amount} tokens differ far" if flown.beyond else "some tokens differ much more than others"
+        headline = f"not known: {far}, and nothing that was tried says why ({tokens})"
+        remedies, unknown = ("look_at_tokens",), (*found.unknown, _MAY_ROUTE)
+    return replace(found, verdict=Verdict.UNKNOWN, headline=headline, fault=None, second=None, remedies=remedies,
+                   unknown=unknown)  # fmt: skip
 
 
 def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
@@ -130,7 +138,8 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
     return Diagnosis(
         verdict, headline, dump.framework, fault, tuple(replace(each, rest=None) for each in every), figures,
         remedies=remedies, unknown=_unknown(dump, every, size, causing), notes=dump.notes,
-        second=named[1] if len(named) > 1 else None, remarks=_remarks(every, causing, bool(large)),
+        second=named[1] if len(named) > 1 else None, fillers=evidence.filled.fillers,
+        remarks=(*_left_out(evidence, causing, figures, expected), *_remarks(every, causing, bool(large))),
     )  # fmt: skip
 
 
@@ -152,7 +161,7 @@ def _named(named: Sequence[Finding]) -> str:
     """The first line: what is wrong, how much of the gap it explains, and a second fault where there is one."""
     parts = []
     for each in named:
-        valued = each.name not in (*EXACT, *SHAPES) and each.share > 0
+        valued = not each.exact and each.name not in SHAPES and each.share > 0
         share = f", which explains {each.share:.0%} of the squared gap" if valued else ""
         parts.append(f"{titled(each)}{share} ({each.said})")
     first = "two faults: " if len(parts) > 1 else "a fault: "
@@ -181,6 +190,17 @@ def _remarks(every: Sequence[Finding], causing: Sequence[Finding], large: bool) 
     return tuple(
         f"{table[each.name].title}: {each.said}; it explains {each.share:.1%} of the squared gap" for each in habits
     )
+
+
+def _left_out(
+    e: Evidence, causing: Sequence[Finding], figures: dict[str, Any], expected: Usual
+) -> tuple[str, ...]:  # fmt: skip
+    """What was not compared, where no finding says it, and what the compared tokens are."""
+    if not e.filled.fillers:
+        return ()
+    told = any(each.name in ("unscored", "end_token", "cut_off") for each in causing)
+    others = f"the size of u of the other tokens is {figures['u_rms']:.2g}, up to {expected.bound:.2g} is usual"
+    return (*(f"not compared: {each}" for each in e.filled.fillers if not told), others)
 
 
 def _too_few(e: Evidence, figures: dict[str, Any], size: Finding, expected: Usual) -> str:
@@ -232,8 +252,8 @@ def _healthy(figures: dict[str, Any], e: Evidence, expected: Usual, size: Findin
     if figures["u_rms"] > expected.bound:
         t = e.clean.telling
         far = np.abs(t.u) > 4 * expected.bound
-        what = (f"size of u {t.where(~far).size:.2g} but for {int(far.sum())} of {len(far):,} tokens far beyond "
-                "(routers that chose otherwise, in a mixture of experts)")  # fmt: skip
+        what = f"size of u {t.where(~far).size:.2g} but for {int(far.sum())} of {len(far):,} tokens far beyond"
+        what += " (routers that chose otherwise)" * e.dump.routed
     return f"healthy noise: {what}, {usually}; a fault of {seen} would have been seen"
 
 

@@ -9,12 +9,13 @@ import numpy as np
 
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.dump import Dump
-from mantissa.doctor.evidence import SIDES, Evidence, Test, claimed, few, found_as, times_as, untested
+from mantissa.doctor.evidence import Evidence, Test, claimed, few, found_as, times_as, untested
 from mantissa.doctor.sample import (
     CERTAIN,
     FEWEST,
     LEVEL,
     POWER,
+    SIDES,
     Array,
     detectable_beyond,
     different,
@@ -108,33 +109,38 @@ def _step(place: Array, square: Array) -> tuple[float, int]:
     return float(gain[best]), int(p[cuts[best]])
 
 
-def experts(e: Evidence, tests: int) -> Finding:
-    """Tokens far beyond what is usual, here and there, and the rest quiet; the dump may say where experts differed.
+def single_tokens(name: str) -> Test:
+    """Tokens far beyond what is usual, here and there, and the rest quiet: ``experts`` of a mixture, whose dump may say
+    where experts differed, and else ``single_tokens``.
 
     Far: |u| beyond four times the bound, which in a healthy gap is twelve of its root mean squares. H0: at most one
     token in 10,000 is so, independently.
     """
-    from scipy.special import pdtrc, pdtri
 
-    t = e.clean.telling
-    if t.units < FEWEST:
-        return few("experts", t.units)
-    far = (np.abs(t.u) > 4 * e.usual) & (np.abs(t.d) > 2 * e.usual)
-    count, expected = int(far.sum()), 1e-4 * len(t.u)
-    least = next(k for k in range(1, len(t.u) + 2) if pdtrc(k - 1, expected) < LEVEL / tests)
-    spread = different(t.sequence[far]) / max(1, count)
-    rest = t.where(np.abs(t.u) <= 4 * e.usual)  # nearly certain tokens that flip are far in u and not in d
-    said = f"{count} of {len(t.u):,} uncertain tokens are far beyond the others, whose size of u is {rest.size:.2g}"
-    told = _flipped(e.dump)
-    if told is not None:
-        said += f"; other experts were chosen at {told[0]:.2%} of tokens, which hold {told[1]:.0%} of sum d^2"
-    apart = t.where(far).size > 8 * rest.size  # else it is the tail of something that is everywhere
-    inner = float(((t.position > 0) & (t.left > 0))[far].mean()) if count else 0.0  # routers know no first or last
-    holds = apart and rest.size <= 0.65 * e.usual and count <= 0.03 * len(t.u) and spread > 0.6 and inner > 0.4
-    p = float(pdtrc(count - 1, expected)) if count and holds else 1.0
-    everywhere = (np.abs(e.clean.u) > 4 * e.usual) & (np.abs(e.clean.d) > 2 * e.usual)
-    return Finding("experts", True, p, count / len(t.u), "of tokens",
-                   float(pdtri(least - 1, 1 - POWER)) / len(t.u), said, rest=claimed(e, everywhere))  # fmt: skip
+    def test(e: Evidence, tests: int) -> Finding:
+        from scipy.special import pdtrc, pdtri
+
+        t = e.clean.telling
+        if t.units < FEWEST:
+            return few(name, t.units)
+        far = (np.abs(t.u) > 4 * e.usual) & (np.abs(t.d) > 2 * e.usual)
+        count, expected = int(far.sum()), 1e-4 * len(t.u)
+        least = next(k for k in range(1, len(t.u) + 2) if pdtrc(k - 1, expected) < LEVEL / tests)
+        spread = different(t.sequence[far]) / max(1, count)
+        rest = t.where(np.abs(t.u) <= 4 * e.usual)  # nearly certain tokens that flip are far in u and not in d
+        said = f"{count} of {len(t.u):,} uncertain tokens are far beyond the others, whose size of u is {rest.size:.2g}"
+        told = _flipped(e.dump)
+        if told is not None:
+            said += f"; other experts were chosen at {told[0]:.2%} of tokens, which hold {told[1]:.0%} of sum d^2"
+        apart = t.where(far).size > 8 * rest.size  # else it is the tail of something that is everywhere
+        inner = float(((t.position > 0) & (t.left > 0))[far].mean()) if count else 0.0  # routers know no first or last
+        holds = apart and rest.size <= 0.65 * e.usual and count <= 0.03 * len(t.u) and spread > 0.6 and inner > 0.4
+        p = float(pdtrc(count - 1, expected)) if count and holds else 1.0
+        everywhere = (np.abs(e.clean.u) > 4 * e.usual) & (np.abs(e.clean.d) > 2 * e.usual)
+        return Finding(name, True, p, count / len(t.u), "of tokens",
+                       float(pdtri(least - 1, 1 - POWER)) / len(t.u), said, rest=claimed(e, everywhere))  # fmt: skip
+
+    return test
 
 
 def _flipped(dump: Dump) -> tuple[float, float] | None:

@@ -23,15 +23,16 @@ from typing import Any
 import numpy as np
 
 from mantissa.doctor.diagnosis import Finding
-from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.facts import facts
 from mantissa.doctor.kinds import tokens_fly
 from mantissa.doctor.sample import Array
 
-BY_ROUTERS = ("experts", "some_sequences", "position", "prompt", "onset", "nondeterministic")  # not told from flights
+# Not told from flights.
+BY_ROUTERS = ("experts", "single_tokens", "some_sequences", "position", "prompt", "onset", "nondeterministic")
 _BY_MANY = (
     "experts",
+    "single_tokens",
     "some_sequences",
     "position",
     "nondeterministic",
@@ -91,11 +92,6 @@ def may_be(flown: Flights, found: Sequence[Finding]) -> bool:
     """Whether routers may have made what was found, more flights than a mixture is known to have. They know nothing of
     a sequence's number: where those of one rank or one block differ, it is something else."""
     return bool(found) and all(each.name in _BY_MANY and not each.by_number for each in found)
-
-
-def routed(dump: Dump) -> bool:
-    """Whether the dump says that its policy routes to experts."""
-    return bool(dump.settings.experts) or any(each.flipped is not None for each in dump.sequences)
 
 
 def routes(config: Any) -> bool | None:

@@ -22,11 +22,13 @@ from functools import cached_property
 
 import numpy as np
 
+from mantissa.base.bounds import LARGEST_FLOAT
 from mantissa.doctor.dump import Dump
 
 FEWEST = 8  # units, for a test
 LEVEL = 0.05  # of a false alarm in a healthy dump, over all tests together
 POWER = 0.95
+SIDES = ("rollout", "learner")
 _PROMPTS = 12  # from so many on they are the units: p is never below 2 ** -units, and 28 tests share the level
 CERTAIN = 0.01  # of 1 - p: below it a token says nothing
 _SMALL = 1 << 24  # the largest number of a unit that is counted by a table
@@ -80,8 +82,8 @@ class Tokens:
 
 
 def tokens_of(dump: Dump) -> tuple[Tokens, Array, Array]:
-    """All compared positions of a dump, non-finite ones too; and which of them are finite on each side (rollout,
-    learner)."""
+    """All compared positions of a dump, non-finite ones too; and which of them are finite in fp32 on each side
+    (rollout, learner)."""
     groups = [each.group for each in dump.sequences]
     whole = None not in groups and len(set(groups)) >= _PROMPTS
     numbers = np.unique(np.array(groups if whole else range(len(groups))), return_inverse=True)[1]
@@ -95,7 +97,7 @@ def tokens_of(dump: Dump) -> tuple[Tokens, Array, Array]:
             for side in ("rollout_logp", "learner_logp"))  # fmt: skip
     sequence, position = sequence[mask], position[mask]
     found = Tokens(x, y, sequence, numbers[sequence], position, last[sequence] - position)
-    return found, np.isfinite(found.x), np.isfinite(found.y)
+    return found, np.abs(found.x) <= LARGEST_FLOAT, np.abs(found.y) <= LARGEST_FLOAT
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ def grid_of(values: Array) -> str | None:
     single = values.astype(np.float32)
     if float(((single.view(np.uint32) & 0xFFFF) == 0).mean()) > 0.99:
         return "the bf16 grid"
-    ours = single[np.abs(single) > 6.2e-5]
+    ours = single[(np.abs(single) > 6.2e-5) & (np.abs(single) < 65504)]  # what fp16 holds with all of its mantissa
     if len(ours) >= 20 and float((ours == ours.astype(np.float16).astype(np.float32)).mean()) > 0.99:
         return "the fp16 grid"
     for decimals in (2, 3, 4):

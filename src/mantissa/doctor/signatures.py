@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mantissa.doctor import kinds, places, shape, values
+from mantissa.doctor import changes, kinds, places, rules, shape, values
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence, Test, untested
 from mantissa.doctor.sample import FEWEST, LEVEL
@@ -35,20 +35,25 @@ SIGNATURES: dict[str, Test] = {
     "unscored": values.unscored,
     "units": values.units,
     "shift": values.shift,
+    "moved_from": changes.moved_from,
     "rows": values.rows,
     "argmax": values.argmax,
+    "min_tokens": rules.min_tokens,
     "support": values.support,
     "temperature": values.temperature,
     "soft_cap": values.soft_cap,
     "repetition": places.repetition,
+    "logit_bias": rules.logit_bias,
     "end_token": places.end_token,
     "first_token": places.edge("first_token", "first"),
     "padding": places.padding,
     "onset": places.onset,
+    "mid_sequence": changes.mid_sequence,
     "stale": places.stale,
     "after_sync": places.after_sync,
     "some_sequences": kinds.some_sequences,
-    "experts": places.experts,
+    "experts": places.single_tokens("experts"),
+    "single_tokens": places.single_tokens("single_tokens"),
     "coarse_logprobs": values.coarse,
     "half_logits": values.half_logits,
     "nondeterministic": places.nondeterministic,
@@ -57,28 +62,25 @@ SIGNATURES: dict[str, Test] = {
     "weights": shape.weights,
     "too_large": places.size,
 }
-EXACT = (
-    "not_logprobs",
-    "unnormalised",
-    "nonfinite",
-    "cut_off",
-    "unscored",
-)  # what no noise can do, of any number of tokens
 _PLACES = (
     "end_token",
     "first_token",
     "padding",
     "onset",
+    "mid_sequence",
     "stale",
     "after_sync",
     "some_sequences",
     "experts",
+    "single_tokens",
     "position",
 )
 SHAPES = ("prompt", "weights")  # what is known of a gap that nothing explains
 _SIZES = ("too_large", *SHAPES)
-_LAWS = ("units", "support", "temperature", "soft_cap", "repetition")
-_WITHOUT_BOTH = (*EXACT, "coarse_logprobs")
+_LAWS = ("units", "support", "temperature", "soft_cap", "repetition", "min_tokens", "logit_bias")
+# Of what is seen in the same sequences, these say where in them it begins.
+_SAYS_MORE = {"some_sequences": ("moved_from", "mid_sequence"), "mid_sequence": ("moved_from", "min_tokens")}
+_WITHOUT_BOTH = ("not_logprobs", "unnormalised", "nonfinite", "cut_off", "unscored", "coarse_logprobs")
 
 
 def findings(evidence: Evidence) -> list[Finding]:
@@ -88,12 +90,13 @@ def findings(evidence: Evidence) -> list[Finding]:
     number). Only then is it named: whatever is below ``LEVEL`` by itself is found.
     """
     scored = _WITHOUT_BOTH if len(evidence.all.x) else ()
+    other = "single_tokens" if evidence.dump.routed else "experts"  # one test, by what is known of the policy
     results = [
         test(evidence, len(SIGNATURES))
         if len(evidence.clean.x) or name in scored
         else untested(name, "no token was scored by both sides")
-        for name, test in SIGNATURES.items()
-    ]
+        for name, test in SIGNATURES.items() if name != other
+    ]  # fmt: skip
     results = [replace(each, share=_share(evidence, each)) for each in results]
     ps = sorted(each.p for each in results if each.tested)
     if not ps or ps[0] > LEVEL / len(ps):
@@ -110,13 +113,13 @@ def causes(evidence: Evidence, every: Sequence[Finding]) -> list[Finding]:
 
     Two that explain enough together are two faults where neither would be enough alone.
     """
-    exact = [each for each in every if each.found and each.name in EXACT]
+    exact = [each for each in every if each.found and each.exact]
     first = cause_of(every) or cause_of(every, LITTLE)
     if not exact and (first is None or first.name == "nondeterministic"):
         both = _law_and_place(evidence)
         if both:
             return both
-    if first is None or first.rest is None or first.name in EXACT:
+    if first is None or first.rest is None or first.exact:
         return (exact or ([first] if first else []))[:2]
     if any(each.name == "not_logprobs" for each in exact):
         return exact[:1]
@@ -173,8 +176,10 @@ def cause_of(every: Sequence[Finding], least: float = ENOUGH) -> Finding | None:
     Places explain enough with less where the whole is of a healthy size and they are not.
     """
     large = any(each.found for each in every if each.name == "too_large")
-    exact = [each for each in every if each.found and each.name in EXACT]
-    named = [each for each in every if each.found and each.name not in (*_SIZES, *EXACT)]
+    exact = [each for each in every if each.found and each.exact]
+    named = [each for each in every if each.found and each.name not in _SIZES and not each.exact]
+    enough = {each.name for each in named if each.share >= least}
+    named = [each for each in named if not enough.intersection(_SAYS_MORE.get(each.name, ()))]
     part = least if large else PARTLY
     named = [each for each in named if each.share >= (part if each.name in _PLACES else least)]
     if exact and (not named or not large):

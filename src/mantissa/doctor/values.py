@@ -15,17 +15,18 @@ from collections.abc import Callable
 import numpy as np
 
 from mantissa.doctor.diagnosis import Finding
-from mantissa.doctor.evidence import SIDES, Evidence, few, found_as, untested
+from mantissa.doctor.evidence import Evidence, few, found_as, untested
+from mantissa.doctor.rules import one_sided
 from mantissa.doctor.sample import (
     CERTAIN,
     FEWEST,
     LEVEL,
     POWER,
+    SIDES,
     Array,
     Tested,
     Tokens,
     different,
-    grid_of,
     sums_by,
     tested,
 )
@@ -48,17 +49,21 @@ def not_logprobs(e: Evidence, tests: int) -> Finding:
     share = [float((np.nan_to_num(side, nan=-1.0) > 1e-3).mean()) for side in (e.all.x, e.all.y)]
     side = SIDES[int(np.argmax(share))]
     said = f"{max(share):.1%} of the {side}'s log-probs are above 0"
-    return Finding("not_logprobs", True, 0.0 if max(share) > 0 else 1.0, max(share), "of tokens", 0.0, said)
+    above = e.all.y if side == SIDES[1] else e.all.x
+    value, count = np.unique(above[above > 1e-3], return_counts=True)
+    if len(value) and count.max() >= 10 and count.max() > count.sum() / 2:
+        said += f", {count.max():,} of them {value[count.argmax()]:g} to the bit"
+    return Finding("not_logprobs", True, 0.0 if max(share) > 0 else 1.0, max(share), "of tokens", 0.0, said, exact=True)
 
 
 def nonfinite(e: Evidence, tests: int) -> Finding:
     """No number on one side, alone or to the sequence's end: in a causal model a NaN goes on into all that follows."""
-    one = (e.there[0] != e.there[1]) & ~_cut_away(e)
+    one = (e.there[0] != e.there[1]) & ~_cut_away(e) & ~e.filled.where.any(0)
     like, _ = _runs(e, one)
     share = float((one & like).mean())
     sides = [float((~there & one & like).mean()) for there in e.there]
     said = f"the {SIDES[int(np.argmax(sides))]} has no number (NaN or infinite) for {share:.2%} of tokens"
-    return Finding("nonfinite", True, 0.0 if share > 0 else 1.0, share, "of tokens", 0.0, said)
+    return Finding("nonfinite", True, 0.0 if share > 0 else 1.0, share, "of tokens", 0.0, said, exact=True)
 
 
 def _runs(e: Evidence, missing: Array) -> tuple[Array, Array]:
@@ -83,7 +88,7 @@ def _cut_away(e: Evidence) -> Array:
     None of them is likelier than 0.55, and on average they are below four fifths of the others.
     """
     missing = e.there[0] != e.there[1]
-    other = np.where(e.there[0], np.nan_to_num(e.all.x), np.nan_to_num(e.all.y))
+    other = np.where(e.there[0], e.all.x, np.where(e.there[1], e.all.y, 0.0))
     both = e.there.all(0)
     if missing.sum() < 10 or both.sum() < 10:
         return np.zeros_like(missing)
@@ -98,19 +103,21 @@ def cut_off(e: Evidence, tests: int) -> Finding:
     share = float(cut.mean()) if len(cut) else 0.0
     side = SIDES[0] if (cut & ~e.there[0]).any() else SIDES[1]
     said = f"{share:.2%} of tokens have no number on the {side}'s side, and each of them is improbable on the other"
-    return Finding("cut_off", True, 0.0 if share else 1.0, share, "of tokens", 0.0, said)
+    said = "; ".join([said, *map(str, e.filled.fillers)])
+    return Finding("cut_off", True, 0.0 if share else 1.0, share, "of tokens", 0.0, said, exact=True)
 
 
 def unscored(e: Evidence, tests: int, name: str = "unscored") -> Finding:
     """Exactly 0 (or no number) on one side where the other is no certainty; at last tokens: ``end_token``."""
     one = e.one_sided & ~_cut_away(e)
-    overflow, _ = _runs(e, (e.there[0] != e.there[1]) & ~_cut_away(e))
+    overflow, _ = _runs(e, (e.there[0] != e.there[1]) & ~_cut_away(e) & ~e.filled.where.any(0))
     one = one & ~overflow
     share = float(one.mean()) if len(one) else 0.0
     last = float((e.all.left[one] == 0).mean()) if share else 0.0
     there = share > 0 and (last >= 0.8) == (name == "end_token") and not _unnormalised(e)
     said = f"{share:.2%} of tokens are scored on one side only" + (f", {last:.0%} of them last ones" if share else "")
-    return Finding(name, True, 0.0 if there else 1.0, share if there else 0.0, "of tokens", 0.0, said)
+    said = "; ".join([said, *map(str, e.filled.fillers)])
+    return Finding(name, True, 0.0 if there else 1.0, share if there else 0.0, "of tokens", 0.0, said, exact=True)
 
 
 def _unnormalised(e: Evidence) -> str:
@@ -132,7 +139,7 @@ def unnormalised(e: Evidence, tests: int) -> Finding:
     zero = float((np.abs(np.nan_to_num(e.all.y if side == "learner" else e.all.x, nan=-1)) < _SAME).mean())
     said = f"{zero:.0%} of the {side}'s are exactly 0, every token of more than half among them" if side else "no"
     return Finding("unnormalised", True, 0.0 if side else 1.0, zero if side else 0.0, "of tokens", 0.03, said,
-                   rest=np.zeros(len(e.clean.x)))  # fmt: skip
+                   exact=True, rest=np.zeros(len(e.clean.x)))  # fmt: skip
 
 
 def units(e: Evidence, tests: int) -> Finding:
@@ -409,9 +416,10 @@ def soft_cap(e: Evidence, tests: int) -> Finding:
 
 def support(e: Evidence, tests: int) -> Finding:
     """One sign has nearly all of sum u^2, the other sign is noise, and d is one for all words of a context; first and
-    last tokens aside."""
+    last tokens aside. Where single tokens make it, all of one sign, and too many to be so by chance (``rules``)."""
     t = e.clean.telling
-    t = t.where((t.left > 0) & (t.position > 0))
+    inner = (t.left > 0) & (t.position > 0)
+    t = t.where(inner)
     if t.units < FEWEST:
         return few("support", t.units)
     negative = t.d < 0
@@ -423,7 +431,7 @@ def support(e: Evidence, tests: int) -> Finding:
     side = "rollout" if down else "learner"
     square = np.sort(t.u**2)[::-1]
     alone = float(square[: max(1, len(square) // 50)].sum()) > 0.7 * float(square.sum())  # then it is of single tokens
-    quiet = not alone and other.size <= e.usual and float(np.abs(other.u).max(initial=0.0)) <= 6 * max(e.usual, 1e-6)
+    quiet = other.size <= e.usual and float(np.abs(other.u).max(initial=0.0)) <= 6 * max(e.usual, 1e-6)
     pairs = _Pairs(e)
     size = float(np.sqrt(np.square(t.d).mean()))
     constant = not pairs.enough or pairs.moved < max(2 * e.usual, 0.5 * size)
@@ -433,8 +441,15 @@ def support(e: Evidence, tests: int) -> Finding:
     # The tokens that were cut are everywhere: an effect that a fiftieth of all tokens makes is of another kind.
     broad = float(np.sqrt(square[len(square) // 50 :].mean()))
     sign = e.clean.d < 0 if down else e.clean.d > 0
+    holds = quiet and constant and together > 0.5
+    some = one_sided(t, e.texts[e.places][e.telling][inner], e.usual)
+    far = int(some.far.sum())
+    clear = not len(some.others) and not some.wrong and some.p < LEVEL and t.where(some.far).size > e.usual / 2
+    if clear:
+        said += f", at all {far} of {len(t.u):,} tokens that differ far"
+    throughout = not alone and lean > 0.5 and t.size > e.usual / 2
     return found_as("support", share, "nats", said, effect=broad, detectable=max(3 * other.size, e.usual / 2),
-                    holds=quiet and lean > 0.5 and t.size > e.usual / 2 and constant and together > 0.5,
+                    holds=holds and (throughout or clear), also=0.0 if throughout else some.p,
                     rest=np.where(sign, 0.0, e.clean.d))  # fmt: skip
 
 
@@ -446,7 +461,7 @@ def coarse(e: Evidence, tests: int) -> Finding:
 
     Rounding to a grid of step q leaves an error of q / sqrt(12); so much of d it explains.
     """
-    grids = [grid_of(side[np.isfinite(side) & (side < -1e-6)]) for side in (e.all.x, e.all.y)]
+    grids = e.grids
     said = "; ".join(f"the {name}'s lie on {grid}" for name, grid in zip(SIDES, grids, strict=True) if grid)
     one = sum(grid is not None for grid in grids) == 1
     both = all(grids) and grids[0] == grids[1]
@@ -479,7 +494,7 @@ def half_logits(e: Evidence, tests: int) -> Finding:
     heat = e.dump.settings.temperature or 1.0
     if len(e.pairs) < _PAIRS:
         return untested("half_logits", f"{len(e.pairs)} pairs of tokens in one context; 10 at least")
-    if any(grid_of(side[np.isfinite(side) & (side < -1e-6)]) for side in (e.all.x, e.all.y)):
+    if any(e.grids):
         return untested("half_logits", "one side's log-probs were rounded themselves")
     found, said = list[tuple[float, float, float]](), list[str]()
     for name, columns in zip(SIDES, ((1, 2), (3, 4)), strict=True):

@@ -1,0 +1,94 @@
+"""What stands in place of a log-prob: -9999, -1e9, log 1e-10, the lowest number of a format.
+
+A log-softmax of different contexts does not give one value to the bit, least of all one so low that sampling does not
+draw it. Such a value was put there: the side did not score the token. It is found before anything is compared.
+
+Legend: N compared positions of a dump.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mantissa.doctor.diagnosis import Filler
+from mantissa.doctor.dump import Dump
+from mantissa.doctor.sample import SIDES, Array, Tokens, grid_of, tokens_of
+
+_NEVER = 1000.0  # nats: no softmax of a model gives so little, be it once; above, nothing is a log-prob
+_DRAWN = -28.0  # nats: of 4 million tokens and 250,000 words, none that was sampled is expected below
+_RARE = -9.0  # nats: from here on a value that is repeated is looked at
+_REPEATED = 8  # times, above ``_DRAWN``
+_APART = 1.0  # nats: a side that scored the token is so far from the filler, or it is no filler
+_LONELY = 3  # times as many as of any value beside it: the values of a coarse grid have neighbours
+
+
+@dataclass(frozen=True)
+class Filled:
+    """``fillers``: each value of each side. ``where``: bool [2, N], the rollout's and the learner's tokens with one."""
+
+    fillers: tuple[Filler, ...]
+    where: Array
+
+
+def filled(dump: Dump, found: Tokens) -> Filled:
+    """The fillers among the compared positions ``found`` of a dump (``sample.tokens_of``)."""
+    where, fillers = np.zeros((2, len(found.x)), dtype=bool), list[Filler]()
+    sides = found.x, found.y
+    for side, (own, other) in enumerate((sides, sides[::-1])):
+        suspect = np.flatnonzero((own <= _RARE) | (own >= _NEVER))
+        if not len(suspect):
+            continue
+        value, inverse, count = np.unique(own[suspect], return_inverse=True, return_counts=True)
+        repeated = count >= np.where(value <= _DRAWN, 2, _REPEATED)
+        groups = [suspect[inverse == each] for each in np.flatnonzero(repeated)
+                  if _one(each, value, count, own, other, suspect[inverse == each], dump, found)]  # fmt: skip
+        known = np.isin(suspect, np.concatenate([suspect[:0], *groups]))
+        groups += [part for part in (suspect[~known & (np.abs(own[suspect]) >= _NEVER)],) if len(part)]
+        for at in groups:
+            where[side, at] = True
+            fillers.append(Filler(SIDES[side], float(own[at].min()), float(own[at].max()), len(at),
+                                  len(np.unique(found.sequence[at])), int(found.sequence[at[0]]),
+                                  int(found.position[at[0]])))  # fmt: skip
+    return Filled(tuple(sorted(fillers, key=lambda each: -each.tokens)), where)
+
+
+def _one(
+    each: int, value: Array, count: Array, own: Array, other: Array, at: Array, dump: Dump, found: Tokens
+) -> bool:  # fmt: skip
+    """Whether ``value[each]``, which stands ``at`` tokens of one side, is no value of a law's."""
+    if np.abs(value[each]) >= _NEVER:
+        return True
+    beside = max(count[max(each - 2, 0) : each].max(initial=0), count[each + 1 : each + 3].max(initial=0))
+    if beside > 1 and count[each] < _LONELY * beside:
+        return False
+    apart = (np.abs(other[at] - value[each]) > _APART) | (other[at] == value[each]) | ~np.isfinite(other[at])
+    # One context that was drawn again gives one value: a token after another counts once.
+    if apart.mean() < 0.9 or len(np.unique(_words(dump, found, at))) < min(3, count[each]):
+        return False
+    return bool(count[each] >= _REPEATED) or grid_of(own[(own < -1e-6) & (own > -_NEVER)]) is None
+
+
+def _words(dump: Dump, found: Tokens, at: Array) -> Array:
+    """int64: of each of some positions, its token and the one before in one number."""
+    numbers = zip(found.sequence[at].tolist(), found.position[at].tolist(), strict=True)
+    places = [(dump.sequences[n].tokens, dump.sequences[n].prompt_length + p) for n, p in numbers]
+    return np.array([int(tokens[place]) << 31 | int(tokens[max(place - 1, 0)]) for tokens, place in places])
+
+
+def without(dump: Dump) -> Dump:
+    """The dump with no number where a side has a filler."""
+    found, _, _ = tokens_of(dump)
+    where = filled(dump, found).where
+    changed: dict[int, list[Array]] = {}
+    for side, marked in enumerate(where):
+        for number in np.unique(found.sequence[marked]).tolist():
+            at = found.position[marked & (found.sequence == number)]
+            each = dump.sequences[number]
+            rows = changed.setdefault(number, [each.rollout_logp.copy(), each.learner_logp.copy()])
+            rows[side][at] = np.nan
+    return replace(dump, sequences=[
+        replace(each, rollout_logp=changed[n][0], learner_logp=changed[n][1]) if n in changed else each
+        for n, each in enumerate(dump.sequences)
+    ])  # fmt: skip

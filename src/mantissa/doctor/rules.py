@@ -1,0 +1,116 @@
+"""What only one side's law obeys: words that are ruled out, an end that may not come yet, a bias on some words.
+
+**One side only.** A law that leaves words out shares their probability among the others: wherever it differs, its
+log-prob is the larger one. No error does so. Of a law p that a law q estimates with an error of the logits, differences
+of +a are exp(-a) times as frequent as those of -a or exp(a) times, by which of the two was sampled from: the rarer sign
+has 1 / (1 + exp a) of them at the least. So of tokens that differ by a_i, the sum of these is expected to have the
+other sign. A word counts once, for what other weights do to it they do wherever it stands; and what differs by more
+than 1.5 nats is not counted, for there one sign alone is likely.
+
+Legend: N tokens, V different words among those that differ far.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mantissa.doctor.diagnosis import Finding
+from mantissa.doctor.evidence import Evidence, few, untested
+from mantissa.doctor.sample import FEWEST, SIDES, Array, Tokens
+
+_FAR = (2.0, 8.0)  # times the usual bound, or the size of the differences of the rarer sign
+_COUNTED = 1.5  # nats
+_WORDS = 6  # different ones, at least, for a decision by them
+_PURE = 0.95  # of the tokens that differ far: of their word's own sign
+_BIASED = 0.25  # of the words that differ far, at most, have a bias of their own
+
+
+@dataclass(frozen=True)
+class OneSided:
+    """Of tokens that differ far (``far``, bool [N]): ``above``, the side whose log-probs are the larger at most words;
+    ``others``, the words of which the other side's are; ``wrong``, tokens whose sign is not their word's; ``p`` of as
+    few such words as ``others`` in an error."""
+
+    far: Array
+    above: str
+    others: Array
+    wrong: int
+    words: int
+    p: float
+
+
+def one_sided(t: Tokens, word_N: Array, usual: float) -> OneSided:
+    """Of which sign the differences are that are far beyond noise."""
+    from scipy.special import pdtr
+
+    squares = [float(np.square(t.u[part]).sum()) for part in (t.d < 0, t.d > 0)]
+    noise = float(np.sqrt(min(squares) / max(int((t.d < 0 if squares[0] < squares[1] else t.d > 0).sum()), 1)))
+    far = np.abs(t.u) > min(_FAR[0] * usual, max(_FAR[1] * noise, usual / 8))
+    words, word = np.unique(word_N[far], return_inverse=True)
+    d, count = t.d[far], np.maximum(np.bincount(word, minlength=len(words)), 1)
+    down = np.bincount(word, d < 0, len(words)) > count / 2
+    most_down = bool(down.sum() * 2 >= len(words))
+    wrong = int(((d < 0) != down[word]).sum())
+    counted = np.abs(d) < _COUNTED
+    rarer = np.bincount(word, np.where(counted, 1 / (1 + np.exp(np.minimum(np.abs(d), 50.0))), 0.0), len(words)) / count
+    known = np.bincount(word, counted, len(words)) > 0
+    others = (down != most_down) & known
+    p = float(pdtr(int(others.sum()), float(rarer[known].sum()))) if known.sum() >= _WORDS else 1.0
+    return OneSided(far, SIDES[not most_down], words[down != most_down], wrong, len(words), p)
+
+
+def _noise(t: Tokens, usual: float) -> bool:
+    """Whether what is of the wrong sign is noise."""
+    return t.size <= usual and float(np.abs(t.u).max(initial=0.0)) <= 6 * max(usual, 1e-6)
+
+
+def min_tokens(e: Evidence, tests: int) -> Finding:
+    """One side is above at the first tokens alone, where no sequence ends; the end's probability went to the others.
+
+    H0: the tokens that differ far fall among the first by chance.
+    """
+    t = e.clean.telling
+    if t.units < FEWEST:
+        return few("min_tokens", t.units)
+    found = one_sided(t, e.texts[e.places[e.telling]], e.usual)
+    until = int(t.position[found.far].max(initial=-1)) + 1
+    ends = e.all.position[e.all.left == 0]
+    early = t.position < until
+    if until < 2 or early.all() or found.words < _WORDS:
+        return untested("min_tokens", "no first tokens differ from the others")
+    sign = -1.0 if found.above == SIDES[0] else 1.0
+    quiet = _noise(t.where(early & (sign * t.d < 0)), e.usual) and _noise(t.where(~early), e.usual)
+    holds = quiet and not len(found.others) and not found.wrong and int(ends.min(initial=until)) >= until - 1
+    count, share = int(found.far.sum()), float(early.mean())
+    p = max(found.p, min(1.0, share**count * until))
+    said = f"the {found.above}'s log-probs are above at {count} of the first {until} tokens, and nowhere else"
+    rest = np.where((e.clean.position < until) & (sign * e.clean.d > 0), 0.0, e.clean.d)
+    return Finding("min_tokens", True, p if holds else 1.0, float(until), "tokens", None, said, rest=rest)
+
+
+def logit_bias(e: Evidence, tests: int) -> Finding:
+    """d = log Z - b at words of a bias b and log Z elsewhere: a few words differ to one side, all others to the other.
+
+    Z, the sum of the biased law, is on one side of 1 where all biases have one sign.
+    """
+    t = e.clean.telling
+    if t.units < FEWEST:
+        return few("logit_bias", t.units)
+    word = e.texts[e.places[e.telling]]
+    found = one_sided(t, word, e.usual)
+    if found.words < _WORDS or not len(found.others):
+        return untested("logit_bias", "no words differ to one side while others differ to the other")
+    own = np.isin(word, found.others)
+    sign = np.where(own, -1.0, 1.0) * (-1.0 if found.above == SIDES[0] else 1.0)
+    few_words = len(found.others) <= max(1.0, _BIASED * found.words)
+    pure = found.wrong <= (1 - _PURE) * found.far.sum()
+    holds = few_words and pure and _noise(t.where(sign * t.d < 0), 2 * e.usual)
+    listed = ", ".join(map(str, found.others[:5].tolist())) + ", ..." * (len(found.others) > 5)
+    said = (f"at {len(found.others)} words (ids {listed}) the {found.above}'s log-probs are below the other side's, at "
+            f"{found.words - len(found.others)} others that differ far they are above")  # fmt: skip
+    whole = np.isin(e.texts[e.places], found.others) == (e.clean.d < 0) if found.above == SIDES[1] else (
+        np.isin(e.texts[e.places], found.others) == (e.clean.d > 0))  # fmt: skip
+    return Finding("logit_bias", True, found.p if holds else 1.0, len(found.others) / found.words, "of words", None,
+                   said, rest=np.where(whole, 0.0, e.clean.d))  # fmt: skip
