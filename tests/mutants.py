@@ -37,7 +37,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = tuple(sorted(path.name for path in (ROOT / "src/mantissa").iterdir() if (path / "__init__.py").is_file()))
-USERS = {"precision": ("kernels",)}
+USERS = {"precision": ("kernels",), "bench": ("cli",)}
 NOT_HERE = (
     *("kernels/triton/", "kernels/exact/native.py", "rollout/vllm/"),
     *(
@@ -203,14 +203,16 @@ def drawn(packages: list[str], count: int, seed: int) -> list[Mutant]:
 
 
 def tests_of(mutant: Mutant) -> Iterator[list[str]]:
-    """Its module's own test files; then all others of the package and its users, those that name the module first."""
+    """Its module's own test files; then all others of the package and its users, those first that name most of it."""
     file = Path(mutant.file)
     package, stem = file.parts[2], file.stem
     rooms = (ROOT / "tests" / name for name in (package, *USERS.get(package, ())))
     tests = [test for room in rooms for test in sorted(room.rglob("test_*.py"))]
     own = [test for test in tests if re.search(rf"(^|_){stem}(_|$)", test.stem.removeprefix("test_"))]
-    names = re.compile(rf"\b{stem}\b")
-    rest = sorted((test for test in tests if test not in own), key=lambda test: not names.search(test.read_text()))
+    body = ast.parse((ROOT / file).read_bytes()).body
+    names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    known = re.compile(rf"\b({'|'.join([stem, *names])})\b")
+    rest = sorted((test for test in tests if test not in own), key=lambda t: -len(set(known.findall(t.read_text()))))
     yield from ([str(test.relative_to(ROOT)) for test in part] for part in (own, rest) if part)
 
 
