@@ -256,6 +256,7 @@ def test_a_target_below_lowers_the_scale_to_the_nearest_integer(
     scaler = AutoScaler(ScalerConfig(initial=2.0**10))
     feed(scaler, -30.0)
     assert math.log2(scaler.scale) - 10 == bits
+    assert scaler.clean_steps == (0 if bits else 1)  # since it last changed
 
 
 @pytest.mark.parametrize(("above", "bits"), [(0.0, 0), (0.75, 0), (1.0, 1), (1.75, 1), (2.0, 2), (3.9375, 3)])
