@@ -351,3 +351,65 @@ def test_the_cases_above_mask_some() -> None:
     logp, rollout = (-torch.randn(64, 5, generator=draw).abs() for _ in range(2))
     kept, _ = off_policy_mask(logp, rollout, torch.randn(64, generator=draw), torch.ones(64, 5, dtype=torch.bool), 0.1)
     assert 0.5 < kept.float().mean() < 0.95
+
+
+BAD = pytest.mark.parametrize("bad", [INF, -INF, NAN])
+WHOSE = pytest.mark.parametrize("whose", ["current", "rollout"])
+
+
+@BAD
+@WHOSE
+@pytest.mark.parametrize("name", ["token_tis", "sequence_tis", "sequence_mis", "icepop", "token_tis_veto", "none"])
+def test_what_became_unknown_within_an_update_has_no_weight(name: str, whose: str, bad: float) -> None:
+    """Every log-prob was known when the batch was corrected; now one of a sequence is not, and all of another's.
+
+    By definition: it weighs 0, by sequence with all of its sequence, and is in no statistic; the rest is as it was.
+    """
+    config = CORRECTION_PRESETS[name]
+    logp, rollout, mask = case([1.3, 0.7, 1.1], [0.9, 1.2, 0.8], [1.05, 0.95, 2.5], [1.6, 0.6, 1.4])
+    mask[0, 2] = False
+    _, valid, _ = correction(logp, rollout, mask, config)
+    before, statistics = importance_weights(logp, rollout, mask, valid, config)
+    assert bool(before[valid].all())
+    now = {"current": logp.clone(), "rollout": rollout.clone()}
+    now[whose][1, 1] = bad
+    now[whose][3] = bad
+    now[whose][0, 2] = bad  # under the mask, where it is nothing
+    weight, tallies = importance_weights(now["current"], now["rollout"], mask, valid, config)
+    unknown = torch.zeros_like(mask)
+    unknown[1, 1], unknown[3] = True, True
+    if config.whole_sequences:
+        unknown[1] = True
+    assert torch.equal(weight, torch.where(unknown, 0.0, before))
+    expected = importance_weights(logp, rollout, mask, valid & ~unknown, config)[1]
+    for key, tally in values(tallies).items():
+        assert tally.item() == pytest.approx(values(expected)[key].item(), rel=1e-12), key
+    assert values(tallies)["correction/weight_min"].item() > 0
+    assert values(statistics)["correction/weight_mean"].item() > 0
+
+
+@BAD
+@WHOSE
+def test_the_mean_that_masks_is_of_the_tokens_that_are_known(whose: str, bad: float) -> None:
+    """Bounds of 0.1 nats on log(rollout / current); sequences that a count or a sum of others would put elsewhere."""
+    gaps = torch.tensor(
+        [
+            [0.15, 0.15, 0.15, bad],  # 0.15 of three, and 0.11 of four
+            [0.12, 0.12, bad, bad],  # 0.12 of two, and 0.06 of four
+            [0.09, 0.09, 0.09, bad],
+            [0.297, -0.3, 0.3, bad],  # 0.099
+            [0.9, bad, bad, bad],
+            [bad, bad, bad, bad],  # nothing is known, and nothing is masked
+            [0.15, 0.15, 0.15, bad],  # masked were it not for its advantage
+            [-0.9, -0.9, -0.9, bad],  # far on the other side
+        ],
+        dtype=torch.float64,
+    )
+    rollout = torch.full_like(gaps, -2.0)
+    known = gaps.isfinite()
+    logp = torch.where(known, rollout - gaps, -2.0)
+    (logp if whose == "current" else rollout)[~known] = bad
+    advantage = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+    kept, tallies = off_policy_mask(logp, rollout, advantage, torch.ones_like(known), 0.1)
+    assert kept.tolist() == [False, False, True, True, False, True, True, True]
+    assert values(tallies)["correction/off_policy_masked_fraction"].item() == pytest.approx(3 / 8)

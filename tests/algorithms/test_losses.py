@@ -343,3 +343,29 @@ def test_no_clamp_makes_a_finite_loss_of_a_log_prob_that_is_not(config: Any) -> 
 def test_a_lower_clip_is_no_more_than_all_of_the_ratio() -> None:
     with pytest.raises(ValidationError, match="less than or equal to 1"):
         PPOClipConfig(clip_low=1.5)
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_a_formula_of_tokens_is_given_zeros_where_masked(by_token: bool) -> None:
+    """In the loss and where only the clip is asked for, whatever lies under the mask."""
+    seen: list[tuple[Tensor, ...]] = []
+
+    class Watching(PPOClipConfig):
+        def of_tokens(self, *given: Tensor) -> tuple[Tensor, Tensor | None]:
+            seen.append(given)
+            return super().of_tokens(*given)
+
+    draw = torch.Generator().manual_seed(0)
+    mask = torch.rand(4, 5, generator=draw) > 0.4
+    logp, old, weight, scale = (1 + torch.rand(4, 5, generator=draw) for _ in range(4))
+    advantage = 1 + torch.rand((4, 5) if by_token else (4,), generator=draw)
+    Watching().loss(logp, old, advantage, mask, weight, scale)
+    Watching().clipped(torch.where(mask, logp, 0.0), torch.where(mask, old, 0.0), advantage, mask)
+    assert len(seen) == 2
+    for *floats, given_mask in seen:
+        assert torch.equal(given_mask, mask)
+        for x in floats:
+            assert bool(x[mask].all())
+            assert not bool(x[~mask].any())
+        expected = advantage if by_token else advantage[:, None].expand(4, 5)
+        assert torch.equal(floats[2][mask], expected[mask])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from mantissa.bench.profile import PARTS, profile_runner
+from mantissa.bench.profile import PARTS, Line, Profile, profile_runner
 from mantissa.bench.runner import Contender, Runner
 from mantissa.bench.workload import Source
 
@@ -70,3 +70,13 @@ def test_operations_are_sorted_by_their_own_time_and_the_trace_holds_the_parts(t
     assert text == found.text()
     assert "rest: unscale" in text
     assert "fp32 on cpu" in text
+
+
+@pytest.mark.parametrize("length", [3, 43, 44, 45, 90])
+def test_a_long_name_is_cut_to_its_column_and_one_that_fits_is_not(length: int) -> None:
+    name = "".join(chr(97 + i % 26) for i in range(length))
+    found = Profile("fp32", "cpu", 8.0, (Line("part", 2.0, 0.25, 1, 0.0),), (Line(name, 2.0, 0.25, 3, 5e5),))
+    head, line = found.text().splitlines()[-2:]
+    assert line[:44] == (name.ljust(44) if length <= 44 else name[:41] + "...")
+    assert line[44:].split() == ["2.000", "25.0%", "3", "+0.50", "MB"]
+    assert len(line) == len(head)

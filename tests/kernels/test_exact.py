@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from attention_oracle import attended
 from exact_policies import FAMILIES, exactly, make_model
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import (
+    ExactBf16Kernels,
     ExactKernels,
     ExactPlan,
     ModelShapes,
@@ -244,3 +246,34 @@ def test_kernels_are_chosen_by_role_and_prove_their_format(precision: str) -> No
             choose(resolved)
     fast = resolve(PrecisionPolicy(train="bf16", rollout="bf16"), "cpu")
     assert type(learner_kernels(fast)) is SimulatedKernels
+
+
+@pytest.mark.parametrize("kernels_of", [lambda plan: ExactKernels(FP32, plan), ExactBf16Kernels], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("longest", [0, 16, 32])
+def test_more_keys_than_a_softmax_was_tried_with_are_refused(
+    kernels_of: Callable[[ExactPlan], ExactKernels | ExactBf16Kernels], longest: int
+) -> None:
+    """In training and in decoding; as many as were tried are taken, and a plan without a length takes any number."""
+    kernels = kernels_of(dataclasses.replace(plan_for(), length=longest))
+    dtype = torch.bfloat16 if isinstance(kernels, ExactBf16Kernels) else torch.float32
+
+    def attend(keys: int) -> tuple[Callable[[], Tensor], ...]:
+        q, k, v = (drawn(1, heads, keys, 16, seed=heads).to(dtype) for heads in (2, 1, 1))
+        lengths = torch.tensor([3])  # it is the cache's size that a softmax runs over
+        return lambda: kernels.causal_attention(q, k, v), lambda: kernels.cached_attention(q[:, :, 0], k, v, lengths)
+
+    for keys in (15, 16, 17, 31, 32, 33):
+        for call in attend(keys):
+            if longest and keys > longest:
+                said = f"proven for sequences of {longest} positions at most, and here are {keys}"
+                with pytest.raises(MantissaError, match=said):
+                    call()
+            else:
+                assert bool(call().isfinite().all())
+
+
+def test_a_plan_says_how_many_keys_it_was_tried_with() -> None:
+    """Up to a whole block, to which attention fills a number of keys up."""
+    for length, tried in ((100, 128), (129, 256)):
+        shapes = ModelShapes((("q_proj", 48, 32),), 2, 1, 16, 40, length, 64)
+        assert plan_exact(shapes, exactly("fp32").learner, "cpu").length == tried

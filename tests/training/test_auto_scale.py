@@ -17,6 +17,7 @@ import torch
 from mantissa.base.errors import MantissaError
 from mantissa.precision import FP16, round_to_format
 from mantissa.training import AutoRule, AutoScaler, LossScaler, OptimizerStep, ScalerConfig
+from mantissa.training import scaler as scaler_module
 from mantissa.training.scaler import predicted_peak
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -241,3 +242,81 @@ def test_lower_on_both_counts_pooled_over_drifts_of_one_noise(bench: ModuleType)
         )
         assert auto_skips < 0.85 * skips, (dynamic, auto_skips, skips)
         assert auto_flushed < 0.9 * flushed, (dynamic, auto_flushed, flushed)
+
+
+@pytest.mark.parametrize(
+    ("above", "bits"),
+    [(-0.25, 0), (-0.5, 0), (-0.75, -1), (-1.25, -1), (-1.5, -1), (-1.75, -2), (-2.5, -2), (-2.75, -3)],
+)
+def test_a_target_below_lowers_the_scale_to_the_nearest_integer(
+    monkeypatch: pytest.MonkeyPatch, above: float, bits: int
+) -> None:
+    """More than half a bit below; a half counts as the integer above."""
+    monkeypatch.setattr(scaler_module, "predicted_peak", lambda peaks, rule: -(10.0 + above))
+    scaler = AutoScaler(ScalerConfig(initial=2.0**10))
+    feed(scaler, -30.0)
+    assert math.log2(scaler.scale) - 10 == bits
+    assert scaler.clean_steps == (0 if bits else 1)  # since it last changed
+
+
+@pytest.mark.parametrize(("above", "bits"), [(0.0, 0), (0.75, 0), (1.0, 1), (1.75, 1), (2.0, 2), (3.9375, 3)])
+def test_a_target_above_raises_the_scale_to_the_integer_below_after_patience(
+    monkeypatch: pytest.MonkeyPatch, above: float, bits: int
+) -> None:
+    """A bit or more above, in each of ``patience`` steps, and no sooner; then the count begins anew."""
+    monkeypatch.setattr(scaler_module, "predicted_peak", lambda peaks, rule: -(10.0 + above))
+    scaler = AutoScaler(ScalerConfig(initial=2.0**10), AutoRule(patience=4))
+    scaler.peaks = [-30.0] * 50
+    for _ in range(3):
+        feed(scaler, -30.0)
+        assert scaler.scale == 2.0**10
+    feed(scaler, -30.0)
+    assert math.log2(scaler.scale) - 10 == bits
+    assert scaler.steps_above == 0
+
+
+def test_one_step_without_a_target_above_begins_the_wait_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    above = iter([2.0, 2.0, 2.0, 0.5, 2.0, 2.0, 2.0, 2.0])
+    monkeypatch.setattr(scaler_module, "predicted_peak", lambda peaks, rule: -(10.0 + next(above)))
+    scaler = AutoScaler(ScalerConfig(initial=2.0**10), AutoRule(patience=4))
+    scaler.peaks = [-30.0] * 50
+    exponents = []
+    for _ in range(8):
+        feed(scaler, -30.0)
+        exponents.append(math.log2(scaler.scale))
+    assert exponents == [10.0] * 7 + [12.0]
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+def test_a_run_resumed_while_it_waits_raises_the_scale_at_the_same_step(at: int) -> None:
+    """Peaks 16 bits lower than the scale is for; saved after each of the steps that patience lasts, and around them."""
+    rule = AutoRule(patience=10)
+    scalers = AutoScaler(ScalerConfig(initial=2.0**4), rule), AutoScaler(rule=rule)
+    for each in scalers:
+        each.peaks = [-20.0] * 100
+    raised = []
+    for step in range(1, 14):
+        for each in scalers[: 1 + (step > at)]:
+            feed(each, -20.0)
+        if step == at:
+            scalers[1].load_state_dict(json.loads(json.dumps(scalers[0].state_dict())))
+        if step >= at:
+            assert scalers[1].state_dict() == scalers[0].state_dict()
+        raised.append(scalers[0].scale > 2.0**4)
+    assert raised == [False] * 9 + [True] * 4
+
+
+@pytest.mark.parametrize("overflows", range(1, 5))
+def test_a_run_resumed_amid_overflows_lowers_the_scale_as_far(overflows: int) -> None:
+    """1, 2, 4, 8 bits in a row, whichever of them the state was saved after, and the same headroom afterwards."""
+    whole, resumed = AutoScaler(ScalerConfig(initial=2.0**40)), AutoScaler()
+    for _ in range(overflows):
+        whole.overflowed()
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    for each in (whole, resumed):
+        each.overflowed()
+        assert each.scale == 2.0 ** (40 - (2 ** (overflows + 1) - 1))
+        feed(each, -60.0)
+        each.overflowed()
+    assert resumed.state_dict() == whole.state_dict()
+    assert resumed.headroom == pytest.approx(1.0 - AutoRule().rate)

@@ -259,12 +259,13 @@ def off_policy_mask(
 
     arXiv 2512.02556, section 3.1. What the policy has already left behind is not pushed down any further; what it did
     well is kept however far it is. ``logp_BT``: the *current* policy's, so the answer changes within an update.
-    ``mask_BT``: the response tokens; those with a log-prob that is not finite leave the mean. The masked stay in the
-    loss's denominator. Floats one dtype, nothing carries a gradient. Metric: ``correction/off_policy_masked_fraction``.
+    ``mask_BT``: the response tokens; those with a log-prob that is not finite leave the mean. ``above``: positive,
+    in nats. The masked stay in the loss's denominator. Floats one dtype, nothing carries a gradient. Metric:
+    ``correction/off_policy_masked_fraction``.
     """
     finite_BT, log_r_BT = _log_ratio(logp_BT.detach(), rollout_logp_BT, mask_BT, whole=False)
     mean_B = -log_r_BT.sum(-1) / finite_BT.sum(-1).clamp(min=1)
-    masked_B = (advantage_B < 0) & (mean_B > above) & finite_BT.any(-1)
+    masked_B = (advantage_B < 0) & (mean_B > above)  # a mean of nothing is 0, and not above
     return ~masked_B, {"correction/off_policy_masked_fraction": Accumulator.of("mean", masked_B, mask_BT.any(-1))}
 
 

@@ -44,3 +44,19 @@ def test_a_long_number_is_found_wherever_it_stands(digits: int, before: int, aft
     else:
         with pytest.raises(ValueError, match="more than 308 digits"):
             parse_json(text)
+
+
+@pytest.mark.parametrize("beside", ["[0,%s]", '["a",%s,1]', '{"a":1,"b":%s}', '[[],{"c":%s}]'])
+def test_levels_are_counted_whatever_stands_beside_them(beside: str) -> None:
+    """A level is one as soon as one value of it is a list or a dictionary."""
+    each = 2 if beside.startswith("[[]") else 1  # levels that one adds
+
+    def nested(levels: int) -> str:
+        text = "7"
+        for _ in range(levels // each):
+            text = beside % text
+        return text
+
+    assert parse_json(nested(100))
+    with pytest.raises(ValueError, match="nested more than 100 levels deep"):
+        parse_json(nested(100 + each))

@@ -1,0 +1,95 @@
+"""The loss of a micro-batch whose parts meet, against their definitions in float64, a token at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from experiences import made_up
+from mantissa.algorithms import AlgorithmConfig, values
+from mantissa.rl.experience import Experience
+from mantissa.rl.objective import micro_loss, weigh
+
+
+def scored(seed: int = 3) -> tuple[Experience, Tensor]:
+    """A batch with four policies' log-probs, each some tenths of a nat from the next; and the current policy's."""
+    draw, batch = torch.Generator().manual_seed(seed), made_up()
+
+    def near(logp_BR: Tensor, by: float) -> Tensor:
+        return torch.where(batch.mask_BR, logp_BR + by * torch.randn(logp_BR.shape, generator=draw), 0.0)
+
+    old_BR = near(batch.rollout_logp_BR, 0.4)
+    known = {"old_logp_BR": old_BR, "entropy_BR": torch.zeros_like(old_BR), "ref_logp_BR": near(old_BR, 0.5)}
+    return dataclasses.replace(batch, **known), near(old_BR, 0.3).requires_grad_()
+
+
+def algorithm_of(**fields: object) -> AlgorithmConfig:
+    given = {"loss": "ppo_clip", "advantage": "dr_grpo", "aggregation": "token_mean", "reference": {}} | fields
+    return AlgorithmConfig.model_validate(given)
+
+
+def added(algorithm: AlgorithmConfig, batch: Experience, logp_BR: Tensor) -> tuple[float, Tensor]:
+    """What the KL penalty adds to the loss, and to its gradient: the difference of two losses, with it and without."""
+    weighed, scale_BR = weigh(batch, algorithm), torch.full_like(logp_BR, 0.125).detach()
+    both = []
+    for each in (algorithm, algorithm.model_copy(update={"kl": None})):
+        value, _ = micro_loss(logp_BR, weighed, scale_BR, None, each)
+        both.append((value.item(), torch.autograd.grad(value, logp_BR)[0]))
+    return both[0][0] - both[1][0], both[0][1] - both[1][1]
+
+
+def k3(log_r: float) -> float:
+    return math.exp(log_r) - 1 - log_r
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_the_penaltys_ratio_is_to_the_policy_that_the_losss_is_to(bypass: bool) -> None:
+    """coefficient * sum of scale * exp(logp - below) * k3(ref - logp); below: the rollout with bypass, else old."""
+    batch, logp_BR = scored()
+    algorithm = algorithm_of(kl={"coefficient": 0.5, "estimator": "k3", "ratio": True}, correction={"bypass": bypass})
+    penalty, slope_BR = added(algorithm, batch, logp_BR)
+    below_BR = batch.rollout_logp_BR if bypass else batch.old_logp
+    assert batch.ref_logp_BR is not None
+    expected, slopes_BR = 0.0, torch.zeros_like(logp_BR)
+    for row, column in batch.mask_BR.nonzero().tolist():
+        logp, below, ref = (float(x.detach()[row, column]) for x in (logp_BR, below_BR, batch.ref_logp_BR))
+        ratio = math.exp(logp - below)
+        expected += 0.5 * 0.125 * ratio * k3(ref - logp)
+        slopes_BR[row, column] = 0.5 * 0.125 * ratio * (k3(ref - logp) + 1 - math.exp(ref - logp))
+    assert penalty == pytest.approx(expected, rel=1e-4)
+    torch.testing.assert_close(slope_BR, slopes_BR, rtol=1e-4, atol=1e-6)
+
+
+def test_a_sequence_whose_weight_is_masked_is_still_held_to_the_reference() -> None:
+    """The mask of negative advantages takes the policy's gradient; the penalty keeps the correction's weight."""
+    batch, logp_BR = scored()
+    correction = {"mode": "truncate", "level": "token", "truncate_at": 1.1, "mask_negative_above": 0.05}
+    algorithm = algorithm_of(kl={"coefficient": 0.5, "estimator": "k3"}, correction=correction)
+    weighed, scale_BR = weigh(batch, algorithm), torch.full_like(logp_BR, 0.125).detach()
+    advantage_B = weighed.weighed[0]
+    gaps_B = (batch.rollout_logp_BR - logp_BR.detach()).sum(1) / batch.mask_BR.sum(1)
+    masked_B = (advantage_B < 0) & (gaps_B > 0.05)
+    assert 0 < int(masked_B.sum()) < int((advantage_B < 0).sum())
+    _, tallies = micro_loss(logp_BR, weighed, scale_BR, None, algorithm)
+    share = float(values(tallies)["correction/off_policy_masked_fraction"])
+    assert share == pytest.approx(float(masked_B.sum()) / len(masked_B))
+    penalty, slope_BR = added(algorithm, batch, logp_BR)
+    assert batch.ref_logp_BR is not None
+    expected, slopes_BR = 0.0, torch.zeros_like(logp_BR)
+    for row, column in batch.mask_BR.nonzero().tolist():
+        each = (
+            float(x.detach()[row, column]) for x in (logp_BR, batch.old_logp, batch.rollout_logp_BR, batch.ref_logp_BR)
+        )
+        logp, old, rollout, ref = each
+        weight = 0.5 * 0.125 * min(math.exp(old - rollout), 1.1)
+        expected += weight * k3(ref - logp)
+        slopes_BR[row, column] = weight * (1 - math.exp(ref - logp))
+    assert penalty == pytest.approx(expected, rel=1e-4)
+    torch.testing.assert_close(slope_BR, slopes_BR, rtol=1e-4, atol=1e-6)
+    without = algorithm.model_copy(update={"kl": None})
+    gradient_BR = torch.autograd.grad(micro_loss(logp_BR, weighed, scale_BR, None, without)[0], logp_BR)[0]
+    assert not gradient_BR[masked_B].any()
