@@ -235,7 +235,7 @@ def command_options(command: str) -> str:
 
 def gap_figures() -> str:
     """What each column of ``mantissa gap`` is."""
-    from mantissa.mismatch.estimates import GAP_FIGURES
+    from mantissa.mismatch.tables import GAP_FIGURES
     from mantissa.runs.gap_page import TITLES
 
     lines = [[TITLES[f.name], f"`{f.name}`", f.formula, f.unit] for f in GAP_FIGURES]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mantissa.base.seeds import derive_seed, generator, stream_slice
     from mantissa.dropin import GuardConfig, PrecisionTrainer
     from mantissa.kernels import learner_kernels, rollout_kernels
-    from mantissa.mismatch import gap_metrics
+    from mantissa.mismatch.metrics import gap_metrics
     from mantissa.model import policy_weights
     from mantissa.precision import Emulation, PrecisionPolicy, resolve
     from mantissa.rl import RunConfig, load_recipe, resume, start
@@ -48,7 +48,7 @@ _HOMES = {
     "base.seeds": ["derive_seed", "generator", "stream_slice"],
     "dropin": ["GuardConfig", "PrecisionTrainer"],
     "kernels": ["learner_kernels", "rollout_kernels"],
-    "mismatch": ["gap_metrics"],
+    "mismatch.metrics": ["gap_metrics"],
     "model": ["policy_weights"],
     "precision": ["Emulation", "PrecisionPolicy", "resolve"],
     "rl": ["RunConfig", "load_recipe", "resume", "start"],

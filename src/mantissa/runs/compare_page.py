@@ -20,8 +20,8 @@ from rich.text import Text
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import write_atomically
-from mantissa.mismatch import GAP_METRICS, Metric
-from mantissa.mismatch.estimates import Estimate
+from mantissa.mismatch.intervals import Estimate
+from mantissa.mismatch.tables import GAP_METRICS, Metric
 from mantissa.runs import page
 from mantissa.runs.compare import (
     ENDS,
