@@ -120,5 +120,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     for room, names in _HOMES.items():
         if name in names:
-            return getattr(importlib.import_module(f"mantissa.{room}"), name)
+            try:
+                return getattr(importlib.import_module(f"mantissa.{room}"), name)
+            except ModuleNotFoundError as error:
+                from mantissa.base.errors import missing
+
+                raise ImportError(f"mantissa.{name}: {missing(error) or error}", name=error.name) from error
     raise AttributeError(f"module 'mantissa' has no attribute {name!r}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mantissa.base.errors import MantissaError
-from mantissa.cli.common import Device, progress, screen
+from mantissa.cli.common import Device, progress, screen, there
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,12 @@ _ENGINE = "Ask a live server for the rollout's log-probs, with --model."
 
 def doctor(
     source: Annotated[
-        Path, typer.Argument(metavar="RUN|DUMP", help="A run's folder, or log-probs another framework saved.")
+        Path,
+        typer.Argument(
+            metavar="RUN|DUMP",
+            help="A run's folder, or log-probs another framework saved.",
+            callback=there("a run, or a dump of log-probs"),
+        ),
     ],
     framework: _From = None,
     experts: Annotated[bool, typer.Option("--experts", help=_EXPERTS)] = False,

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mantissa.base.errors import MantissaError
-from mantissa.cli.common import split
+from mantissa.cli.common import split, there
 
 if TYPE_CHECKING:
     from mantissa.lab import Lab
 
 
 def lab(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A lab file, such as lab/dose.yaml.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A lab file, such as lab/dose.yaml.", callback=there("a lab file"))
+    ],
     only: Annotated[
         str, typer.Option(metavar="TEXT,...", help="Only cells whose name, with -seedN, holds one of these.")
     ] = "",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mantissa.base.errors import MantissaError, StoppedError, nearest
-from mantissa.cli.common import Overrides
+from mantissa.cli.common import Overrides, Recipe
 from mantissa.cli.processes import RankError, blame, go_on, stopping
 
 if TYPE_CHECKING:
@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 
 def launch(
-    recipe: Annotated[
-        Path | None,
-        typer.Argument(metavar="RECIPE", help="A recipe, such as recipes/cluster/*.yaml.", show_default=False),
-    ] = None,
+    recipe: Recipe = None,
     overrides: Overrides = None,
     on: Annotated[
         str, typer.Option(metavar="ENGINE", help="What trains: verl, or ray (Mantissa's own training on Ray).")
