@@ -7,6 +7,8 @@ What is exported here is the public interface: ``examples/rl_loop.py`` is RL in 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mantissa.base.version import __version__
+
 if TYPE_CHECKING:
     from mantissa.algorithms import (
         CorrectionConfig,
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
         scaler_for,
     )
 
-__version__ = "0.1.0"
 _HOMES = {
     "algorithms": ["CorrectionConfig", "PPOClipConfig", "advantage", "aggregation_scale", "correction"],
     "base.device": ["be_deterministic"],
