@@ -35,16 +35,18 @@ _BY_LAYER = "Follow both sides, as found, through the layers."
 _EXPERTS = "The policy is a mixture of experts, where the dump does not say it."
 _ENGINE = "Ask a live server for the rollout's log-probs, with --model."
 
+_Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN|DUMP",
+        help="A run's folder, or log-probs another framework saved.",
+        callback=there("a run, or a dump of log-probs"),
+    ),
+]
+
 
 def doctor(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN|DUMP",
-            help="A run's folder, or log-probs another framework saved.",
-            callback=there("a run, or a dump of log-probs"),
-        ),
-    ],
+    source: _Source,
     framework: _From = None,
     experts: Annotated[bool, typer.Option("--experts", help=_EXPERTS)] = False,
     out: _Out = None,
