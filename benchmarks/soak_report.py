@@ -25,7 +25,7 @@ from mantissa.base.jsonl import JsonLines
 from mantissa.bench.rows import crossover, stamp, write_jsonl
 from mantissa.bench.runner import quartiles, speed_up
 from mantissa.genesis.worldmodel import SQLiteBuffer
-from mantissa.mismatch.estimates import Estimate, student_interval
+from mantissa.mismatch.intervals import Estimate, student_interval
 from mantissa.runs import page
 from mantissa.runs.page import block
 from mantissa.runs.plots import COLOURS, Line, chart

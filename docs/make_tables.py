@@ -6,7 +6,6 @@ A test holds pages and code together.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Callable
@@ -220,7 +219,7 @@ def command_options(command: str) -> str:
     from mantissa.cli import app
 
     lines = []
-    found: Any = get_command(app).commands[command]  # type: ignore[attr-defined]
+    found: Any = get_command(app).get_command(None, command)  # type: ignore[attr-defined]
     for option in found.get_params(found.context_class(found)):
         if "--help" in option.opts or option.param_type_name == "argument":
             continue
@@ -235,7 +234,7 @@ def command_options(command: str) -> str:
 
 def gap_figures() -> str:
     """What each column of ``mantissa gap`` is."""
-    from mantissa.mismatch.estimates import GAP_FIGURES
+    from mantissa.mismatch.tables import GAP_FIGURES
     from mantissa.runs.gap_page import TITLES
 
     lines = [[TITLES[f.name], f"`{f.name}`", f.formula, f.unit] for f in GAP_FIGURES]
@@ -384,20 +383,14 @@ COMMAND_PAGES = {
 
 def commands() -> str:
     """Every command, in the groups of ``mantissa --help``, with its first line of help and its page."""
-    from typer.main import get_command
-
-    from mantissa.cli import app
+    from mantissa.cli import GROUPS
 
     lines = []
-    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
-        page = COMMAND_PAGES.get(name)
-        said = (command.short_help or command.help or "").split("\n\n")[0].replace("\n", " ").strip()
-        linked = f"[`mantissa {name}`]({page})" if page else f"`mantissa {name}`"
-        lines.append([str(getattr(command, "rich_help_panel", "")), linked, said])
-    order = list(dict.fromkeys(line[0] for line in lines))
-    lines.sort(key=lambda line: order.index(line[0]))
-    for before, line in reversed(list(itertools.pairwise(lines))):
-        line[0] = "" if line[0] == before[0] else line[0]
+    for group, said in GROUPS.items():
+        for i, (name, line) in enumerate(said.items()):
+            page = COMMAND_PAGES.get(name)
+            linked = f"[`mantissa {name}`]({page})" if page else f"`mantissa {name}`"
+            lines.append(["" if i else group, linked, line])
     return table(("to", "command", "what it does"), lines)
 
 

@@ -7,6 +7,8 @@ What is exported here is the public interface: ``examples/rl_loop.py`` is RL in 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mantissa.base.version import __version__
+
 if TYPE_CHECKING:
     from mantissa.algorithms import (
         CorrectionConfig,
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from mantissa.base.seeds import derive_seed, generator, stream_slice
     from mantissa.dropin import GuardConfig, PrecisionTrainer
     from mantissa.kernels import learner_kernels, rollout_kernels
-    from mantissa.mismatch import gap_metrics
+    from mantissa.mismatch.metrics import gap_metrics
     from mantissa.model import policy_weights
     from mantissa.precision import Emulation, PrecisionPolicy, resolve
     from mantissa.rl import RunConfig, load_recipe, resume, start
@@ -41,14 +43,13 @@ if TYPE_CHECKING:
         scaler_for,
     )
 
-__version__ = "0.1.0"
 _HOMES = {
     "algorithms": ["CorrectionConfig", "PPOClipConfig", "advantage", "aggregation_scale", "correction"],
     "base.device": ["be_deterministic"],
     "base.seeds": ["derive_seed", "generator", "stream_slice"],
     "dropin": ["GuardConfig", "PrecisionTrainer"],
     "kernels": ["learner_kernels", "rollout_kernels"],
-    "mismatch": ["gap_metrics"],
+    "mismatch.metrics": ["gap_metrics"],
     "model": ["policy_weights"],
     "precision": ["Emulation", "PrecisionPolicy", "resolve"],
     "rl": ["RunConfig", "load_recipe", "resume", "start"],
@@ -120,5 +121,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     for room, names in _HOMES.items():
         if name in names:
-            return getattr(importlib.import_module(f"mantissa.{room}"), name)
+            try:
+                return getattr(importlib.import_module(f"mantissa.{room}"), name)
+            except ModuleNotFoundError as error:
+                from mantissa.base.errors import missing
+
+                raise ImportError(f"mantissa.{name}: {missing(error) or error}", name=error.name) from error
     raise AttributeError(f"module 'mantissa' has no attribute {name!r}")

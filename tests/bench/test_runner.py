@@ -30,7 +30,7 @@ from mantissa.bench.runner import (
 )
 from mantissa.bench.workload import BEST_LOSS, Source
 from mantissa.dropin.trainer import PrecisionTrainer
-from mantissa.mismatch.estimates import Estimate
+from mantissa.mismatch.intervals import Estimate
 from mantissa.precision import FP32, format_named, is_on_grid
 
 SMALL = Source(parameters=5_000)

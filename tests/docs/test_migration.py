@@ -77,7 +77,7 @@ def recipe(override: str) -> None:
 def command(line: str) -> None:
     program, name, *options = line.split()
     assert program == "mantissa"
-    found = get_command(app).commands[name]  # type: ignore[attr-defined]
+    found = get_command(app).get_command(None, name)  # type: ignore[attr-defined]
     assert set(options) <= {option for each in found.get_params(found.context_class(found)) for option in each.opts}, (
         line
     )

@@ -15,7 +15,7 @@ from mantissa.doctor.diagnosis import Diagnosis
 from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.examine import examine
 from mantissa.doctor.layers import ByLayer, LayerRow, WorstToken
-from mantissa.mismatch.estimates import Estimate
+from mantissa.mismatch.intervals import Estimate
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from hostile import attempt, fuzz, sizes
 from mantissa.base.bounds import available_memory
+from mantissa.base.hub import find_model
 from mantissa.model import Decoder, byte_tokenizer, load_model, load_tokenizer, save_model
 from mantissa.model.config import FreshModelConfig, parse_config
-from mantissa.model.hub import find_model
 from mantissa.rl import make_config
 from mantissa.rl.assemble import assemble
 from mantissa.rl.config.recipe import apply_overrides

@@ -24,7 +24,7 @@ from mantissa.lab.page import answers
 from mantissa.lab.plan import Measure, warm_config
 from mantissa.lab.rows import last_words, reduced
 from mantissa.lab.run import begun, warm_folder
-from mantissa.mismatch.estimates import student_interval
+from mantissa.mismatch.intervals import student_interval
 from mantissa.rl import start
 from mantissa.runs.directory import RunDirectory
 

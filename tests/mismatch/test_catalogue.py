@@ -22,7 +22,8 @@ from mantissa.algorithms import (
     kl_reward,
     reference_drift,
 )
-from mantissa.mismatch import (
+from mantissa.mismatch.metrics import engine_share, gap_metrics
+from mantissa.mismatch.tables import (
     ADVANTAGE_METRICS,
     ALL_METRICS,
     CORRECTION_METRICS,
@@ -32,8 +33,6 @@ from mantissa.mismatch import (
     POLICY_METRICS,
     REFERENCE_METRICS,
     Metric,
-    engine_share,
-    gap_metrics,
 )
 
 ONE = torch.ones(2, 2)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mantissa.mismatch import ENGINE_METRICS, engine_share, gap_metrics
+from mantissa.mismatch.metrics import engine_share, gap_metrics
+from mantissa.mismatch.tables import ENGINE_METRICS
 
 INF, NAN = float("inf"), float("nan")
 SHARE, ENGINE, OTHER, NONFINITE = (metric.name for metric in ENGINE_METRICS)

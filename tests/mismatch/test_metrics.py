@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mantissa.mismatch import GAP_METRICS, Metric, gap_metrics
 from mantissa.mismatch.estimates import gap_estimates
+from mantissa.mismatch.metrics import gap_metrics
+from mantissa.mismatch.tables import GAP_METRICS, Metric
 
 INF, NAN = float("inf"), float("nan")
 NAMES = [metric.name for metric in GAP_METRICS]

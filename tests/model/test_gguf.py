@@ -18,10 +18,10 @@ from torch import Tensor
 
 from gguf_files import KINDS, gguf_decoder, write_gguf
 from mantissa.base.errors import MantissaError
+from mantissa.base.hub import find_model
 from mantissa.kernels import NativeKernels
 from mantissa.model import Decoder, RopeScaling, load_model, load_tokenizer, save_model
 from mantissa.model.gguf import GgufFile
-from mantissa.model.hub import find_model
 from mantissa.precision import FP32
 
 TEXTS = ("the in\n 3  12 and123", "  the\tin'S x\n\n", "ñandú 東京 ½ e\u0301", "<|im_start|>the<|im_end|>")

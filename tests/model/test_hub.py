@@ -10,8 +10,8 @@ import huggingface_hub
 import pytest
 
 from mantissa.base.errors import MantissaError
+from mantissa.base.hub import find_model
 from mantissa.model import load_model, load_tokenizer
-from mantissa.model.hub import find_model
 
 
 def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from experiences import experience_of
 from fake_vllm import LLM, Fault, install
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import Planned
-from mantissa.mismatch import ENGINE_METRICS
+from mantissa.mismatch.tables import ENGINE_METRICS
 from mantissa.precision import Fp8Policy, PrecisionPolicy, resolve
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect.source import SyncSource

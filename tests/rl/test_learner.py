@@ -18,7 +18,7 @@ from torch import Tensor
 from experiences import gradients, learned, sampled
 from mantissa.algorithms import FlowRLConfig, values
 from mantissa.base.seeds import generator
-from mantissa.mismatch import gap_metrics
+from mantissa.mismatch.metrics import gap_metrics
 from mantissa.model import load_model
 from mantissa.rl.assemble import Parts
 from mantissa.rl.experience import Experience

@@ -14,7 +14,7 @@ import torch
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.seeds import stream_slice
-from mantissa.mismatch import ENGINE_METRICS, OBJECTIVE_METRICS
+from mantissa.mismatch.tables import ENGINE_METRICS, OBJECTIVE_METRICS
 from mantissa.model import load_model
 from mantissa.rl import resume
 from mantissa.rl.assemble import Parts

@@ -11,7 +11,7 @@ import pytest
 
 from html_page import Page, assert_snapshot
 from mantissa.base.errors import MantissaError
-from mantissa.mismatch.estimates import Estimate
+from mantissa.mismatch.intervals import Estimate
 from mantissa.runs.compare import (
     apart,
     curve_of,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from html_page import Page, assert_snapshot
-from mantissa.mismatch.estimates import GAP_FIGURES
+from mantissa.mismatch.tables import GAP_FIGURES
 from mantissa.runs.gap_page import (
     GapRows,
     by_position,

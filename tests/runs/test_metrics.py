@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from mantissa.mismatch import ALL_METRICS, gap_metrics
+from mantissa.mismatch.metrics import gap_metrics
+from mantissa.mismatch.tables import ALL_METRICS
 from mantissa.runs.metrics import (
     BY_NAME,
     LOOP_METRICS,

@@ -11,29 +11,8 @@ from mantissa.algorithms.aggregation import AggregationKind
 from mantissa.algorithms.correction import CorrectionConfig
 from mantissa.algorithms.gae import CriticConfig
 from mantissa.algorithms.losses import LOSSES, LossConfig, PPOClipConfig
-from mantissa.algorithms.reference import KLConfig
+from mantissa.algorithms.reference import KLConfig, ReferenceConfig
 from mantissa.base.config import Config, Refusals
-
-
-class ReferenceConfig(Config):
-    """A frozen copy of the policy as RL begins, scored on every batch; ``precision.reference`` is its format.
-
-    With ``path`` another model of the same vocabulary: the teacher of ``advantage: distillation``, or whom ``kl`` holds
-    the policy to.
-    """
-
-    path: str | None = Field(
-        None, min_length=1, description="A model to be it, as model.path names one; null: the policy."
-    )
-    refresh_every: int | None = Field(
-        None, ge=1, description="Optimiser steps after which it becomes the policy as it then is; null: never."
-    )
-
-    @model_validator(mode="after")
-    def _one_of_them(self) -> Self:
-        if self.path is not None and self.refresh_every is not None:
-            raise ValueError("refresh_every makes the policy its own reference, and path another model; leave one out")
-        return self
 
 
 class EntropyConfig(Config):

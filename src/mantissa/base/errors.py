@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -46,6 +47,25 @@ class RankError(MantissaError):
 def pip_install(extra: str) -> str:
     """Return the command that installs one of our extras. PyPI's own ``mantissa`` is somebody else's package."""
     return f"pip install 'mantissa-rl[{extra}]'"
+
+
+def missing(error: ModuleNotFoundError) -> MantissaError | None:
+    """Say which extra brings the module that an import did not find; None where none of ours does.
+
+    Which extra brings what is asked of the installed package itself; its first that does is named.
+    """
+    import importlib.metadata  # here, for it takes a fifth of the time that --help may take
+
+    wanted = (error.name or "").partition(".")[0].replace("_", "-").lower()
+    try:
+        needed = importlib.metadata.requires("mantissa-rl") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for line in needed:
+        found = re.fullmatch(r"([\w.-]+)[^;]*; extra == ['\"]([\w-]+)['\"]", line)
+        if found and found[1].lower() == wanted:
+            return MantissaError(f"this needs {wanted}, which is not installed: {pip_install(found[2])}")
+    return None
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

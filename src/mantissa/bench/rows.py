@@ -16,7 +16,7 @@ import torch
 from mantissa.base.files import write_atomically
 from mantissa.base.jsonl import in_words
 from mantissa.bench.workload import short
-from mantissa.mismatch.estimates import Estimate
+from mantissa.mismatch.intervals import Estimate
 from mantissa.runs.directory import environment
 from mantissa.runs.live import seconds_text
 

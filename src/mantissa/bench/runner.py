@@ -47,7 +47,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.bench.rows import COLUMNS, Row
 from mantissa.bench.workload import Source, to_device
 from mantissa.dropin.trainer import PrecisionTrainer
-from mantissa.mismatch.estimates import Estimate
+from mantissa.mismatch.intervals import Estimate
 from mantissa.training.step import StepOutcome
 
 _BLOCK_SECONDS = 0.02

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from mantissa import __version__
-from mantissa.base.errors import MantissaError, printable
+from mantissa.base.errors import MantissaError, missing, printable
 from mantissa.cli.machine import spin_briefly
 
 # Each command's line in the list of --help, under its group.
@@ -47,21 +48,40 @@ GROUPS = {
         "worldmodel": "Predict how actions end, from trajectories.",
     },
 }
-app = typer.Typer(
-    name="mantissa",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-)
-for group, lines in GROUPS.items():
-    for name, line in lines.items():
-        stem = name.replace("-", "_")
+
+
+class Commands(TyperGroup):
+    """The commands above; a command's module is imported when it is the one that is used."""
+
+    _listing = False
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [name for lines in GROUPS.values() for name in lines]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        group, line = next(((each, lines[cmd_name]) for each, lines in GROUPS.items() if cmd_name in lines), (None, ""))
+        if group is None:
+            return None
+        if self._listing:
+            return TyperCommand(cmd_name, short_help=line, rich_help_panel=group)
+        stem = cmd_name.replace("-", "_")
         module = importlib.import_module(f"mantissa.cli.{stem}")
         if hasattr(module, "app"):
-            app.add_typer(module.app, name=name, short_help=line, rich_help_panel=group)
-            continue
-        kind = getattr(module, "Command", None)
-        app.command(name, cls=kind, short_help=line, rich_help_panel=group)(getattr(module, stem))
+            return typer.main.get_command(module.app)
+        alone = typer.Typer(**_LOOKS)
+        alone.command(cmd_name, cls=getattr(module, "Command", None), short_help=line)(getattr(module, stem))
+        return typer.main.get_command(alone)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self._listing = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._listing = False
+
+
+_LOOKS: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": "rich"}
+app = typer.Typer(name="mantissa", cls=Commands, **_LOOKS)
 
 
 def _version(wanted: bool) -> None:
@@ -88,6 +108,10 @@ def main() -> None:
         code = app(sys.argv[1:] or ["--help"], prog_name="mantissa", standalone_mode=False)
     except MantissaError as error:
         _fail(str(error), error.exit_code)
+    except ModuleNotFoundError as error:
+        if (refusal := missing(error)) is None:
+            raise
+        _fail(str(refusal), refusal.exit_code)
     except _UsageError as error:
         context = getattr(error, "ctx", None)
         where = context.command_path if context else "mantissa"

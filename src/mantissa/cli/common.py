@@ -13,21 +13,68 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, g
 import typer
 from typer.core import TyperCommand
 
+from mantissa.base.bounds import boundary
+from mantissa.base.errors import MantissaError
+from mantissa.base.hub import HUB, find_model
+from mantissa.base.shipped import find_recipe
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
+
+
+def _model(name: str) -> str:
+    """Refuse a model that is not there before anything heavy is imported to open it. The hub is asked later."""
+    if not name.startswith(HUB):
+        find_model(name, weights=False)
+    return name
+
+
+def there(expected: str) -> Callable[[Path | None], Path | None]:
+    """What refuses a path at which nothing is, likewise."""
+
+    def check(path: Path | None) -> Path | None:
+        if path is not None and not path.exists():
+            raise MantissaError(f"{path}: no such file or folder; expected {expected}")
+        return path
+
+    return check
+
+
+def recipe_there(given: Path | None) -> Path | None:
+    """Refuse a recipe that is neither a file nor comes with Mantissa, likewise; beside --resume it is an override."""
+    if given is not None and "=" not in str(given):
+        with boundary(f"recipe {given}", "expected a YAML file of UTF-8 text, such as recipes/demo.yaml"):
+            find_recipe(given)
+    return given
+
 
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A run's, a Hugging Face or an adapter's folder, FILE.gguf, package:NAME or hub:ORG/NAME."
+        metavar="MODEL",
+        help="A run's, a Hugging Face or an adapter's folder, FILE.gguf, package:NAME or hub:ORG/NAME.",
+        callback=_model,
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Dotted keys of the recipe, YAML values.", show_default=False),
 ]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder; it may still be running.")]
+Recipe = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="RECIPE", help="A recipe: a file, or a name such as demo.", show_default=False, callback=recipe_there
+    ),
+]
+Run = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN", help="A run's folder; it may still be running.", callback=there("a run that mantissa train made")
+    ),
+]
 
 
 class ModelCommand(TyperCommand):

@@ -31,6 +31,5 @@ def compare(
     """
     from mantissa.runs.compare_page import build_comparison, show
 
-    comparison = build_comparison(runs or [], out)
-    show(comparison, screen())
+    build_comparison(runs or [], out, lambda found: show(found, screen()))
     typer.echo(f"comparison: {out}")

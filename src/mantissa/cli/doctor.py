@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mantissa.base.errors import MantissaError
-from mantissa.cli.common import Device, progress, screen
+from mantissa.cli.common import Device, progress, screen, there
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,11 +35,18 @@ _BY_LAYER = "Follow both sides, as found, through the layers."
 _EXPERTS = "The policy is a mixture of experts, where the dump does not say it."
 _ENGINE = "Ask a live server for the rollout's log-probs, with --model."
 
+_Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN|DUMP",
+        help="A run's folder, or log-probs another framework saved.",
+        callback=there("a run, or a dump of log-probs"),
+    ),
+]
+
 
 def doctor(
-    source: Annotated[
-        Path, typer.Argument(metavar="RUN|DUMP", help="A run's folder, or log-probs another framework saved.")
-    ],
+    source: _Source,
     framework: _From = None,
     experts: Annotated[bool, typer.Option("--experts", help=_EXPERTS)] = False,
     out: _Out = None,

@@ -23,7 +23,7 @@ def _explain(wanted: bool) -> None:
         return
     from rich.text import Text
 
-    from mantissa.mismatch.estimates import GAP_FIGURES
+    from mantissa.mismatch.tables import GAP_FIGURES
     from mantissa.runs.gap_page import MEANINGS, TITLES
 
     console = screen()

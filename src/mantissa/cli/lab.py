@@ -8,30 +8,35 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mantissa.base.errors import MantissaError
-from mantissa.cli.common import split
+from mantissa.cli.common import split, there
 
 if TYPE_CHECKING:
     from mantissa.lab import Lab
 
+_File = Annotated[
+    Path, typer.Argument(metavar="FILE", help="A lab file, such as lab/dose.yaml.", callback=there("a lab file"))
+]
+_Only = Annotated[str, typer.Option(metavar="TEXT,...", help="Only cells whose name, with -seedN, holds one of these.")]
+_DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Measure a step of each kind of cell; print the bill, of time and disk.")
+]
+_NoSpaceCheck = Annotated[
+    bool, typer.Option("--no-space-check", help="Begin although the disk seems to have too little room.")
+]
+_Exploratory = Annotated[
+    bool, typer.Option("--exploratory", help="Begin although the file is not committed to git; the page says so.")
+]
+_Page = Annotated[bool, typer.Option("--page", help="Write the page anew from the rows that there are; run nothing.")]
+
 
 def lab(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A lab file, such as lab/dose.yaml.")],
-    only: Annotated[
-        str, typer.Option(metavar="TEXT,...", help="Only cells whose name, with -seedN, holds one of these.")
-    ] = "",
+    file: _File,
+    only: _Only = "",
     workers: Annotated[int | None, typer.Option(min=1, max=64, help="Cells at a time; else the file's.")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Measure a step of each kind of cell; print the bill, of time and disk.")
-    ] = False,
-    no_space_check: Annotated[
-        bool, typer.Option("--no-space-check", help="Begin although the disk seems to have too little room.")
-    ] = False,
-    exploratory: Annotated[
-        bool, typer.Option("--exploratory", help="Begin although the file is not committed to git; the page says so.")
-    ] = False,
-    page: Annotated[
-        bool, typer.Option("--page", help="Write the page anew from the rows that there are; run nothing.")
-    ] = False,
+    dry_run: _DryRun = False,
+    no_space_check: _NoSpaceCheck = False,
+    exploratory: _Exploratory = False,
+    page: _Page = False,
 ) -> None:
     """Run a grid of recipes with paired seeds, one thread a cell; go on where it was stopped; write one page.
 

@@ -10,62 +10,66 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mantissa.base.errors import MantissaError, StoppedError, nearest
-from mantissa.cli.common import Overrides
+from mantissa.cli.common import Overrides, Recipe
 from mantissa.cli.processes import RankError, blame, go_on, stopping
 
 if TYPE_CHECKING:
     from mantissa.launch import Plan
 
+_On = Annotated[str, typer.Option(metavar="ENGINE", help="What trains: verl, or ray (Mantissa's own training on Ray).")]
+_Address = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="The Ray head: for verl its dashboard, http://head:8265; for ray head:6379."),
+]
+_Options = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="verl: launch options in YAML; RECIPE's .launch.yml where there is one."),
+]
+_Engine = Annotated[
+    str | None, typer.Option(help="verl: the learner's: fsdp, fsdp2, megatron, mantissa_fsdp2 or mantissa.")
+]
+_Hardware = Annotated[str | None, typer.Option(metavar="GPU", help="verl: their name, such as h100; fp8 needs it.")]
+_WorkingDir = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="verl: a folder that travels with the job; there is none by default."),
+]
+_Wait = Annotated[
+    bool | None, typer.Option("--wait/--no-wait", help="verl: follow the job to its end, and exit as it does.")
+]
+_Resume = Annotated[
+    Path | None, typer.Option(metavar="RUN", help="ray: continue this run, bit for bit, from its last checkpoint.")
+]
+_Local = Annotated[
+    bool | None,
+    typer.Option(
+        "--local",
+        help="A Ray of its own on this machine, for this run; verl: a rehearsal on its processor.",
+    ),
+]
+_TrustNetwork = Annotated[
+    bool | None,
+    typer.Option("--trust-network", help="Let it listen beyond this machine's loopback; it says what does."),
+]
+
 
 def launch(
-    recipe: Annotated[
-        Path | None,
-        typer.Argument(metavar="RECIPE", help="A recipe, such as recipes/cluster/*.yaml.", show_default=False),
-    ] = None,
+    recipe: Recipe = None,
     overrides: Overrides = None,
-    on: Annotated[
-        str, typer.Option(metavar="ENGINE", help="What trains: verl, or ray (Mantissa's own training on Ray).")
-    ] = "verl",
-    address: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="The Ray head: for verl its dashboard, http://head:8265; for ray head:6379."),
-    ] = None,
-    options: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="verl: launch options in YAML; RECIPE's .launch.yml where there is one."),
-    ] = None,
-    engine: Annotated[
-        str | None, typer.Option(help="verl: the learner's: fsdp, fsdp2, megatron, mantissa_fsdp2 or mantissa.")
-    ] = None,
+    on: _On = "verl",
+    address: _Address = None,
+    options: _Options = None,
+    engine: _Engine = None,
     rollout: Annotated[str | None, typer.Option(help="verl: the rollout's: vllm, sglang or mantissa.")] = None,
     verl_version: Annotated[str | None, typer.Option(metavar="VERSION", help="verl's version there.")] = None,
     nodes: Annotated[int | None, typer.Option(metavar="N", help="Machines.", min=1)] = None,
     gpus: Annotated[int | None, typer.Option(metavar="N", help="verl: GPUs of each.")] = None,
-    hardware: Annotated[
-        str | None, typer.Option(metavar="GPU", help="verl: their name, such as h100; fp8 needs it.")
-    ] = None,
+    hardware: _Hardware = None,
     cuda: Annotated[str | None, typer.Option(metavar="VERSION", help="verl: the nodes' CUDA, such as 12.9.")] = None,
-    working_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="verl: a folder that travels with the job; there is none by default."),
-    ] = None,
-    wait: Annotated[
-        bool | None, typer.Option("--wait/--no-wait", help="verl: follow the job to its end, and exit as it does.")
-    ] = None,
-    resume: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="ray: continue this run, bit for bit, from its last checkpoint.")
-    ] = None,
-    local: Annotated[
-        bool | None,
-        typer.Option(
-            "--local",
-            help="A Ray of its own on this machine, for this run; verl: a rehearsal on its processor.",
-        ),
-    ] = None,
-    trust_network: Annotated[
-        bool | None,
-        typer.Option("--trust-network", help="Let it listen beyond this machine's loopback; it says what does."),
-    ] = None,
+    working_dir: _WorkingDir = None,
+    wait: _Wait = None,
+    resume: _Resume = None,
+    local: _Local = None,
+    trust_network: _TrustNetwork = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and where.")] = False,
 ) -> None:
     """Run a recipe on a cluster.
@@ -92,23 +96,9 @@ def launch(
 
     mantissa launch --resume /shared/demo --on ray --address head:6379 --nodes 2 --trust-network
     """
-    given = {
-        "address": address,
-        "options": options,
-        "engine": engine,
-        "rollout": rollout,
-        "verl_version": verl_version,
-        "nodes": nodes,
-        "gpus": gpus,
-        "hardware": hardware,
-        "cuda": cuda,
-        "working_dir": working_dir,
-        "wait": wait,
-        "resume": resume,
-        "local": local,
-        "trust_network": trust_network,
-    }
-    said = {name: value for name, value in given.items() if value is not None}
+    given = dict(locals())  # the options alone: nothing else has a name here yet
+    ours = ("recipe", "overrides", "on", "dry_run")
+    said = {name: value for name, value in given.items() if name not in ours and value is not None}
     if on not in _ENGINES:
         raise MantissaError(f"--on {on}: expected {' or '.join(_ENGINES)}{nearest(on, _ENGINES)}")
     run, takes = _ENGINES[on]

@@ -8,12 +8,17 @@ from typing import Annotated
 import typer
 
 from mantissa.base.errors import MantissaError
-from mantissa.cli.common import Device
+from mantissa.cli.common import Device, there
 
 
 def replay(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="RUN/mismatch-step-N.safetensors, or RUN: its first one.")
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="RUN/mismatch-step-N.safetensors, or RUN: its first one.",
+            callback=there("a mismatch of a run"),
+        ),
     ],
     device: Device = "auto",
 ) -> None:

@@ -8,11 +8,13 @@ from typing import Annotated
 import typer
 
 from mantissa.base.errors import MantissaError
-from mantissa.cli.common import Overrides
+from mantissa.cli.common import Overrides, recipe_there
 
 
 def serve(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe of the runs that will use it.")],
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE", help="The recipe of the runs that will use it.", callback=recipe_there)
+    ],
     overrides: Overrides = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; whoever reaches it can run code here.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mantissa.base.errors import MantissaError
-from mantissa.cli.common import Overrides, echo_warning
+from mantissa.cli.common import Overrides, Recipe, echo_warning, there
 from mantissa.cli.machine import crowded, keep_freed_memory, unsteady
 
 if TYPE_CHECKING:
@@ -17,14 +17,13 @@ if TYPE_CHECKING:
 
 
 def train(
-    recipe: Annotated[
-        Path | None,
-        typer.Argument(metavar="RECIPE", help="A recipe: a file, or a name such as demo.", show_default=False),
-    ] = None,
+    recipe: Recipe = None,
     overrides: Overrides = None,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="Continue this run, bit for bit, from its last checkpoint."),
+        typer.Option(
+            metavar="RUN", help="Continue this run, bit for bit, from its last checkpoint.", callback=there("a run")
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="As run_dir=FOLDER.", show_default="runs/NAME-TIME")

@@ -2,7 +2,7 @@
 
 ``Finding``: one signature's test, of the numbers alone. ``Cause``: what a hypothesis explains of the squared gap, from
 substitution with a model. ``Diagnosis`` holds both; whoever prints it adds the keys of the framework that wrote the
-dump, by the names in ``remedies`` (``remedies.yaml``).
+dump, by the names in ``remedies`` (``facts.yaml``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Cause:
     """``share`` of the sum of d^2 that ``name`` explains, ``low`` to ``high`` its interval; 1 is all of it.
 
     ``name``: in plain words ("logits in bf16 in the rollout"), ``unexplained`` for the rest. ``remedies``: what helps,
-    as names in ``remedies.yaml`` (``fp32_logits``, ``processed_logprobs``, ...), the most fitting first. ``note``: a
+    as names in ``facts.yaml`` (``fp32_logits``, ``processed_logprobs``, ...), the most fitting first. ``note``: a
     sentence more, where there is one. ``fault``: whether it is a mistake in a setting rather than rounding.
     """
 
@@ -65,7 +65,7 @@ class Filler:
 
 @dataclass(frozen=True)
 class Finding:
-    """One test of one signature. ``name``: the fault's key in ``signatures.yaml``, e.g. ``temperature``.
+    """One test of one signature. ``name``: the fault's key in ``facts.yaml``, e.g. ``temperature``.
 
     ``found``: the null hypothesis is rejected at the family's level, and the effect is large enough to matter.
     ``p``: the test's p-value (before the correction for their number). ``effect``: its size in ``unit``;

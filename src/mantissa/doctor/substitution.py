@@ -43,7 +43,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.doctor.diagnosis import Cause
 from mantissa.doctor.dump import Settings
 from mantissa.doctor.sides import Array, Scores, Side, Weights
-from mantissa.mismatch.estimates import Estimate, jackknife_interval
+from mantissa.mismatch.intervals import Estimate, jackknife_interval
 from mantissa.model import Decoder, ModelConfig, base_parameters, policy_weights
 from mantissa.model.lora import AdaptedProjection, merge
 from mantissa.precision import E4M3, format_named, round_to_format

@@ -39,7 +39,7 @@ from mantissa.base.bounds import outside
 from mantissa.base.errors import MantissaError
 from mantissa.doctor.sides import Array, Scores, Side
 from mantissa.doctor.substitution import SERVING
-from mantissa.mismatch.estimates import Estimate, jackknife_interval
+from mantissa.mismatch.intervals import Estimate, jackknife_interval
 from mantissa.model import Decoder
 from mantissa.precision import E4M3, SQUARE, Fp8Policy, round_in_blocks
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from mantissa.base.errors import MantissaError
+from mantissa.base.hub import find_model
 from mantissa.lab.plan import Cell, Lab, warm_config
 from mantissa.model import Decoder, ModelConfig
 from mantissa.model.config import read_config
 from mantissa.model.gguf import load_gguf
-from mantissa.model.hub import find_model
 from mantissa.rl.adapters import locate, policy_folder
 from mantissa.rl.config.run import RunConfig
 

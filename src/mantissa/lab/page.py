@@ -17,7 +17,8 @@ from mantissa.base.files import disk_errors, write_atomically
 from mantissa.lab.committed import told
 from mantissa.lab.plan import Lab, Measure
 from mantissa.lab.rows import FAILED, Row, Rows
-from mantissa.mismatch.estimates import GAP_FIGURES, LEVEL, Estimate
+from mantissa.mismatch.intervals import LEVEL, Estimate
+from mantissa.mismatch.tables import GAP_FIGURES
 from mantissa.runs import page
 from mantissa.runs.groups import MOST, Difference, listed
 from mantissa.runs.live import duration

@@ -41,7 +41,7 @@ from mantissa.base.bounds import LARGEST_SEED, boundary
 from mantissa.base.config import Config, first_mistake
 from mantissa.base.errors import MantissaError, nearest
 from mantissa.base.readers.yaml import read_yaml
-from mantissa.mismatch.estimates import GAP_FIGURES
+from mantissa.mismatch.tables import GAP_FIGURES
 from mantissa.rl.config.recipe import load_recipe, make_config
 from mantissa.rl.config.run import RunConfig
 from mantissa.runs.metrics import BY_NAME, REWARD_PART, SERIES

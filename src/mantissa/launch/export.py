@@ -22,9 +22,9 @@ from pydantic import BaseModel
 
 import mantissa
 from mantissa.base.errors import MantissaError
+from mantissa.base.hub import hub_name, is_gguf
 from mantissa.launch.facts import FACTS, full, read_table, short
 from mantissa.launch.options import LaunchOptions
-from mantissa.model.hub import hub_name, is_gguf
 from mantissa.precision.schemes import SCHEMES
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.config.sections import LossScalingConfig

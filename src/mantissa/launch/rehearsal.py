@@ -15,10 +15,10 @@ from typing import Any
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import disk_errors
+from mantissa.base.hub import find_model
 from mantissa.launch.export import Plan, export
 from mantissa.launch.options import load_options
 from mantissa.launch.tiny import write_policy, write_problems
-from mantissa.model.hub import find_model
 from mantissa.rl import RunConfig, load_recipe
 from mantissa.runs.directory import default_path
 

@@ -25,45 +25,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mantissa.mismatch.metrics import Metric, same_bits, widened
+from mantissa.mismatch.intervals import LEVEL, Estimate, jackknife_interval
+from mantissa.mismatch.metrics import same_bits, widened
+from mantissa.mismatch.tables import CLIP, GAP_FIGURES, Metric
 from mantissa.precision.numerics import clamped_log_ratio, kl_estimate, masked_mean
 
-CLIP = 0.2  # PPO's
-LEVEL = 0.95
 FEWEST = 8  # prompts, to leave out whole ones; else completions, to have an interval at all
 
-GAP_FIGURES: tuple[Metric, ...] = (
-    Metric("abs_logp_diff_mean", "mean over tokens of |d|, d = logp_learner - logp_rollout", "nats"),
-    Metric("k3_kl", "mean over tokens of r - 1 - log r, r = exp(d)", "nats/token"),
-    Metric("seq_log_ratio_std", "standard deviation over completions (divided by their number) of S = sum d", "nats"),
-    Metric("log_ratio_slope", "1000 x the slope of the least-squares line, with intercept, of S_t = d_1 + ... + d_t on "
-           "t, over all tokens", "nats/1k tokens"),
-    Metric("equal_fraction", "share of tokens whose two log-probs are equal to the last bit", "fraction"),
-    Metric("phantom_clip_fraction", f"share of tokens with |r - 1| > {CLIP:g}: outside PPO's clip although nothing was "
-           "learned", "fraction"),
-)  # fmt: skip
 _Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A figure and an interval around it, both ends None where there is none; ``how``: in words, whence or why not."""
-
-    value: float
-    low: float | None
-    high: float | None
-    how: str = ""
-
-    @property
-    def interval(self) -> str:
-        """``0.412 to 0.585``, or ``no interval``."""
-        if self.low is None or self.high is None:
-            return "no interval"
-        return f"{self.low:.3f} to {self.high:.3f}"
-
-    def fields(self, name: str, unit: str = "") -> dict[str, float | None]:
-        """``name``, ``name_low`` and ``name_high`` of a row, each with ``unit`` at its end."""
-        return {f"{name}{unit}": self.value, f"{name}_low{unit}": self.low, f"{name}_high{unit}": self.high}
 
 
 @dataclass(frozen=True)
@@ -161,24 +130,9 @@ def _interval(value: float, without_U: _Array, figure: Metric) -> tuple[float, f
     return 1 / (1 + math.exp(-low)), 1 / (1 + math.exp(-high))
 
 
-def jackknife_interval(value: float, without_U: _Array) -> tuple[float, float]:
-    """value +- t sqrt((U - 1) / U sum (x_u - mean x)^2), t of U - 1 degrees of freedom."""
-    count = len(without_U)
-    error = math.sqrt((count - 1) / count * float(np.square(without_U - without_U.mean()).sum()))
-    return student_interval(value, error, count - 1)
-
-
 def _at_the_edge(share: float, tokens: int) -> tuple[float, float]:
     """Clopper's and Pearson's interval of 0 or all of ``tokens``."""
     if tokens == 0:
         return 0.0, 1.0
     beyond = -math.expm1(math.log((1 - LEVEL) / 2) / tokens)
     return (0.0, beyond) if share == 0 else (1 - beyond, 1.0)
-
-
-def student_interval(value: float, error: float, freedom: int) -> tuple[float, float]:
-    """value -+ t ``error``, t the quantile of Student's t at ``LEVEL`` with ``freedom`` degrees: 12.706 for one."""
-    from scipy.special import stdtrit  # the whole of scipy.stats takes a second to import
-
-    half = float(stdtrit(freedom, (1 + LEVEL) / 2)) * error
-    return value - half, value + half

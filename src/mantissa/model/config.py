@@ -40,7 +40,7 @@ from torch import Tensor
 from mantissa.base.bounds import LARGEST_SIZE, MOST_EXPERTS, MOST_LAYERS, SMALLEST_FLOAT, boundary, number
 from mantissa.base.config import Config
 from mantissa.base.errors import MantissaError, nearest
-from mantissa.model.hub import read_object
+from mantissa.base.hub import read_object
 
 Family = Literal["llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"]
 FAMILIES: tuple[Family, ...] = get_args(Family)

@@ -22,12 +22,12 @@ from torch import Tensor
 from mantissa.base.bounds import boundary, require_memory
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import atomic_folder, check_digests, write_digests
+from mantissa.base.hub import find_model, read_object
 from mantissa.base.readers.safetensors import open_tensors
 from mantissa.base.tensors import require_finite, write_tensors
 from mantissa.model.config import ModelConfig, config_fields, read_config
 from mantissa.model.decoder import Decoder
 from mantissa.model.gguf import load_gguf
-from mantissa.model.hub import find_model, read_object
 from mantissa.model.lora import base_parameters, copy_stored, policy_weights
 from mantissa.model.tokenizer import Tokenizer
 

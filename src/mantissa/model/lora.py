@@ -45,12 +45,12 @@ from mantissa.base.bounds import boundary
 from mantissa.base.config import Config
 from mantissa.base.errors import MantissaError, nearest
 from mantissa.base.files import atomic_folder, check_digests, write_digests
+from mantissa.base.hub import read_object
 from mantissa.base.readers.safetensors import load_tensors
 from mantissa.base.tensors import plain_name, require_finite, write_tensors
 from mantissa.kernels import Kernels
 from mantissa.model.config import TARGETS, Fields, LoraShape
 from mantissa.model.decoder import MLP, Decoder, Layer, Projection
-from mantissa.model.hub import read_object
 
 MATRICES = ("lora_A", "lora_B")
 

@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 from mantissa.base.bounds import LARGEST_SIZE, boundary, finished, number, time_limit
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import DIGESTS, write_atomically
+from mantissa.base.hub import find_model, read_object
 from mantissa.base.readers.tokenizers import load_backend
 from mantissa.model.gguf import gguf_tokenizer
-from mantissa.model.hub import find_model, read_object
 
 _TEMPLATE_S = 2.0  # for one chat template with one prompt; a millisecond is usual
 _MOST_S, _SLOWEST = (

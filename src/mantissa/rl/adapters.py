@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mantissa.base.errors import MantissaError
+from mantissa.base.hub import cached, find_model, hub_name
 from mantissa.base.seeds import generator
 from mantissa.model import (
     Decoder,
@@ -33,7 +34,6 @@ from mantissa.model import (
     save_model,
     training_base,
 )
-from mantissa.model.hub import cached, find_model, hub_name
 from mantissa.rl.config.sections import ModelSource
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import load_weights

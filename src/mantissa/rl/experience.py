@@ -33,7 +33,6 @@ class Sequences:
     ``mask_BR``: bool, True at response tokens. The log-prob of response token j is read at position
     ``prompt_length + j - 1``, the one that predicts it. ``support``: of each sequence, what its response tokens were
     chosen from; whoever scores the sequences renormalises over it. None: from the whole vocabulary.
-    ``prompt_length + j - 1``, the one that predicts it.
 
     ``experts_BTLK``, ``expert_weights_BTLK``: of a policy with mixtures of experts, those that the rollout's positions
     passed, as in ``Completion``; -1, and weights of 0, where it passed none. None where the engine does not tell.

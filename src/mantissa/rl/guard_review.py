@@ -13,7 +13,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.dropin import Decision, Guard, GuardConfig, GuardSettings, ReferenceRun
 from mantissa.dropin.guard import noteworthy
 from mantissa.dropin.guard_config import DROPS
-from mantissa.mismatch import ALL_METRICS, Metric
+from mantissa.mismatch.tables import ALL_METRICS, Metric
 from mantissa.rl.config.recipe import apply_overrides
 
 _NO_LOSS = "no data: no row has train/loss"

@@ -23,7 +23,7 @@ import torch
 from mantissa.algorithms import values
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import Reserve, is_full
-from mantissa.mismatch import gap_metrics
+from mantissa.mismatch.metrics import gap_metrics
 from mantissa.precision.numerics import masked_mean
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect.batch import Batch

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mantissa.mismatch.estimates import Estimate
+from mantissa.mismatch.intervals import Estimate
 from mantissa.runs.groups import Group, Run, listed, of_seeds
 from mantissa.runs.metrics import PHASES, Array, binned, phase_times, series
 

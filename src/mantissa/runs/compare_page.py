@@ -20,8 +20,8 @@ from rich.text import Text
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import write_atomically
-from mantissa.mismatch import GAP_METRICS, Metric
-from mantissa.mismatch.estimates import Estimate
+from mantissa.mismatch.intervals import Estimate
+from mantissa.mismatch.tables import GAP_METRICS, Metric
 from mantissa.runs import page
 from mantissa.runs.compare import (
     ENDS,
@@ -94,15 +94,20 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
     return Comparison(groups, finals, recipes, where, formats)
 
 
-def build_comparison(paths: Sequence[Path], out: Path) -> Comparison:
-    """Write the page of these runs to ``out``, atomically. Raises ``MantissaError`` for what cannot be compared."""
+def build_comparison(
+    paths: Sequence[Path], out: Path, show: Callable[[Comparison], None] = lambda comparison: None
+) -> None:
+    """Write the page of these runs to ``out``, atomically. Raises ``MantissaError`` for what cannot be compared.
+
+    ``show`` is called with what was found before anything is drawn, which needs more.
+    """
     if out.suffix != ".html":
         raise MantissaError(f"-o {out}: expected the name of a page, ending in .html")
     if out.is_dir() or not out.parent.is_dir():
         raise MantissaError(f"-o {out}: {'is a folder' if out.is_dir() else f'no folder {out.parent}'}; name a file")
     comparison = compare_runs(read_runs(paths))
+    show(comparison)
     write_atomically(out, document(comparison))
-    return comparison
 
 
 # What is said, on the page and in the terminal.

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 import yaml
 
-import mantissa
 from mantissa.base.bounds import LARGEST_SIZE, boundary, describe_value, number, require_plain
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import atomic_file, disk_errors, numbered, own, remove_leftovers, write_atomically
@@ -40,6 +39,7 @@ from mantissa.base.processor import cpu_model
 from mantissa.base.readers import parquet
 from mantissa.base.readers.json import as_json, read_json
 from mantissa.base.readers.yaml import RECORDED, read_yaml
+from mantissa.base.version import __version__
 
 if TYPE_CHECKING:
     import pyarrow
@@ -431,8 +431,7 @@ def environment() -> dict[str, Any]:
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "python": platform.python_version(),
-        "versions": {"mantissa": mantissa.__version__}
-        | {name: found for name in _PACKAGES if (found := _version(name))},
+        "versions": {"mantissa": __version__} | {name: found for name in _PACKAGES if (found := _version(name))},
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,

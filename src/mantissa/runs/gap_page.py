@@ -21,7 +21,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.files import write_atomically
 from mantissa.base.jsonl import from_words
 from mantissa.base.readers.json import read_rows
-from mantissa.mismatch.estimates import GAP_FIGURES
+from mantissa.mismatch.tables import GAP_FIGURES
 from mantissa.runs import page
 from mantissa.runs.health import small
 from mantissa.runs.live import duration

@@ -36,7 +36,7 @@ from typing import Any
 import yaml
 
 from mantissa.base.errors import MantissaError
-from mantissa.mismatch.estimates import LEVEL, Estimate, student_interval
+from mantissa.mismatch.intervals import LEVEL, Estimate, student_interval
 from mantissa.runs.directory import RunDirectory, planned_steps
 from mantissa.runs.health import Excursion, Judgement, check, judge
 from mantissa.runs.page import shortened

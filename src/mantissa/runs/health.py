@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mantissa.base.bounds import outside
-from mantissa.mismatch.metrics import Metric
+from mantissa.mismatch.tables import Metric
 from mantissa.runs.metrics import BY_NAME, series, where_measured
 
 Health = Literal["healthy", "watch", "unhealthy"]

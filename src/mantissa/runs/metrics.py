@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from mantissa.base.bounds import LARGEST_FLOAT
 from mantissa.base.errors import MantissaError
-from mantissa.mismatch import ALL_METRICS, Metric
+from mantissa.mismatch.tables import ALL_METRICS, Metric
 from mantissa.runs.directory import RunDirectory
 
 _OURS = "range: this project's judgement"

@@ -13,28 +13,52 @@ was written.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch import Tensor
 
 from mantissa.base.bounds import boundary, count
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import remove
-from mantissa.model import load_tokenizer, policy_weights, save_model
-from mantissa.training import Checkpoint, load_checkpoint, load_weights, save_checkpoint
+from mantissa.base.ranks import Ranks
+from mantissa.model import Decoder, load_tokenizer, policy_weights, save_model
+from mantissa.precision import PrecisionPolicy
+from mantissa.rl.flow import Flow
+from mantissa.training import Checkpoint, OptimizerStep, load_checkpoint, load_weights, save_checkpoint
 from mantissa.verl.refusals import get
 
-if TYPE_CHECKING:
-    from mantissa.verl.engine import MantissaEngine
-
 _DEFAULT = ("model", "optimizer", "extra")
+
+
+class _Head(Protocol):
+    """FlowRL's part, of which log Z is learned."""
+
+    flow: Flow
+
+
+class _Engine(Protocol):
+    """What a checkpoint is of."""
+
+    module: Decoder
+    ranks: Ranks
+    policy: PrecisionPolicy
+    step: OptimizerStep
+    trainer_steps: int
+    model_config: Any
+
+    @property
+    def flowrl(self) -> _Head | None: ...
+
+    def whole_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
 
 
 class Checkpoints:
     """Writes and reads one engine's checkpoints, and keeps as many as verl asks for."""
 
-    def __init__(self, engine: MantissaEngine, config: Any) -> None:
+    def __init__(self, engine: _Engine, config: Any) -> None:
         self.engine = engine
         self.saved = set(get(config, "save_contents") or _DEFAULT)
         self.loaded = set(get(config, "load_contents") or _DEFAULT)

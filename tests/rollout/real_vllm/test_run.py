@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mantissa.mismatch import ENGINE_METRICS
+from mantissa.mismatch.tables import ENGINE_METRICS
 from mantissa.rl import make_config
 from mantissa.rl.config.recipe import apply_overrides
 from mantissa.rl.session import start

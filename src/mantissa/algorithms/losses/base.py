@@ -17,17 +17,31 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from mantissa.algorithms.aggregation import Accumulator
+from mantissa.algorithms.correction import CorrectionConfig
+from mantissa.algorithms.reference import KLConfig, ReferenceConfig
 from mantissa.base.config import Config, Refusals
 from mantissa.precision.numerics import LOG_RATIO_BOUND, kl_estimate, masked_sum
 
-if TYPE_CHECKING:
-    from mantissa.algorithms.config import AlgorithmConfig  # whose field is one of these classes
+
+class Around(Protocol):
+    """What a loss may ask of the recipe's section ``algorithm`` that it stands in."""
+
+    @property
+    def advantage(self) -> str: ...
+    @property
+    def aggregation(self) -> str: ...
+    @property
+    def correction(self) -> CorrectionConfig: ...
+    @property
+    def reference(self) -> ReferenceConfig | None: ...
+    @property
+    def kl(self) -> KLConfig | None: ...
 
 
 class PartitionSettings(NamedTuple):
@@ -103,7 +117,7 @@ class Loss(Config):
         the teacher after n prefixes; n."""
         raise NotImplementedError
 
-    def refusals(self, algorithm: AlgorithmConfig) -> Refusals:
+    def refusals(self, algorithm: Around) -> Refusals:
         """What this loss does not go with: whether it is so, and what to say then."""
         yield from ()
 

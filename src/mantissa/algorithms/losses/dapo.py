@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from mantissa.algorithms.losses.base import TokenLoss, clipped_surrogate
+from mantissa.algorithms.losses.base import Around, TokenLoss, clipped_surrogate
 from mantissa.base.config import Refusals
-
-if TYPE_CHECKING:
-    from mantissa.algorithms.config import AlgorithmConfig
 
 
 class DAPOConfig(TokenLoss):
@@ -38,7 +35,7 @@ class DAPOConfig(TokenLoss):
         "dual_clip": "actor.clip_ratio_c",
     }
 
-    def refusals(self, algorithm: AlgorithmConfig) -> Refusals:
+    def refusals(self, algorithm: Around) -> Refusals:
         yield (
             algorithm.aggregation != "token_mean",
             f"loss=dapo is a mean over all tokens, got aggregation={algorithm.aggregation}; use token_mean, or "

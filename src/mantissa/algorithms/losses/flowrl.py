@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
 from mantissa.algorithms.aggregation import Accumulator
-from mantissa.algorithms.losses.base import Loss, Masked, PartitionSettings, bounded_ratio
+from mantissa.algorithms.losses.base import Around, Loss, Masked, PartitionSettings, bounded_ratio
 from mantissa.base.config import Refusals
 from mantissa.base.errors import MantissaError
 from mantissa.precision.numerics import masked_mean, masked_sum
-
-if TYPE_CHECKING:
-    from mantissa.algorithms.config import AlgorithmConfig
 
 _Bound = Annotated[float, Field(allow_inf_nan=True)]
 
@@ -79,7 +76,7 @@ class FlowRLConfig(Loss):
     def partition(self) -> PartitionSettings:
         return PartitionSettings(self.partition_dropout, self.detach_partition, self.partition_lr)
 
-    def refusals(self, algorithm: AlgorithmConfig) -> Refusals:
+    def refusals(self, algorithm: Around) -> Refusals:
         yield (
             algorithm.reference is None,
             "loss=flowrl tilts a reference policy by the reward, and there is none; set algorithm.reference={}",

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from mantissa.algorithms.losses.base import TokenLoss, bounded_ratio
+from mantissa.algorithms.losses.base import Around, TokenLoss, bounded_ratio
 from mantissa.base.config import Refusals
 from mantissa.precision.numerics import masked_sum
-
-if TYPE_CHECKING:
-    from mantissa.algorithms.config import AlgorithmConfig
 
 
 class GMPOConfig(TokenLoss):
@@ -43,7 +40,7 @@ class GMPOConfig(TokenLoss):
     def clip_by_token(self) -> bool:
         return True
 
-    def refusals(self, algorithm: AlgorithmConfig) -> Refusals:
+    def refusals(self, algorithm: Around) -> Refusals:
         yield (
             algorithm.correction.reject_unit == "token",
             "loss=gmpo has one mean for a whole sequence, and correction.reject_unit=token would take tokens out of "

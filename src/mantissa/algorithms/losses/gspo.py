@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 from torch import Tensor
 
-from mantissa.algorithms.losses.base import TokenLoss, clipped_surrogate
+from mantissa.algorithms.losses.base import Around, TokenLoss, clipped_surrogate
 from mantissa.base.config import Refusals
 from mantissa.precision.numerics import masked_sum
-
-if TYPE_CHECKING:
-    from mantissa.algorithms.config import AlgorithmConfig
 
 
 class GSPOConfig(TokenLoss):
@@ -36,7 +33,7 @@ class GSPOConfig(TokenLoss):
     verl_mode = "gspo"
     verl_keys = {"clip_low": "actor.clip_ratio_low", "clip_high": "actor.clip_ratio_high"}  # noqa: RUF012 - never changed
 
-    def refusals(self, algorithm: AlgorithmConfig) -> Refusals:
+    def refusals(self, algorithm: Around) -> Refusals:
         yield (
             algorithm.correction.reject_unit == "token",
             "loss=gspo has one ratio for a whole sequence, and correction.reject_unit=token would take tokens out of "

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 from torch import Tensor
 
-from mantissa.algorithms.losses.base import TokenLoss
+from mantissa.algorithms.losses.base import Around, TokenLoss
 from mantissa.base.config import Refusals
-
-if TYPE_CHECKING:
-    from mantissa.algorithms.config import AlgorithmConfig
 
 
 class ReinforceConfig(TokenLoss):
@@ -37,7 +34,7 @@ class ReinforceConfig(TokenLoss):
     def most_probable(self) -> int:
         return self.centering or 0
 
-    def refusals(self, algorithm: AlgorithmConfig) -> Refusals:
+    def refusals(self, algorithm: Around) -> Refusals:
         yield (
             algorithm.correction.bypass,
             "correction.bypass does nothing with loss=reinforce, which has no ratio: its weights are already of the "

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from mantissa.algorithms.aggregation import Accumulator
-from mantissa.algorithms.losses.base import Loss, Masked
+from mantissa.algorithms.losses.base import Around, Loss, Masked
 from mantissa.base.config import Refusals
 from mantissa.base.errors import MantissaError
 from mantissa.precision.numerics import masked_sum
-
-if TYPE_CHECKING:
-    from mantissa.algorithms.config import AlgorithmConfig
 
 
 def reverse_kl(logits_nV: Tensor, teacher_nV: Tensor, temperature: float, support: int | None = None) -> Tensor:
@@ -73,7 +70,7 @@ class ReverseKLConfig(Loss):
     def from_teacher(self, logits_nV: Tensor, teacher_nV: Tensor, temperature: float) -> Tensor:
         return reverse_kl(logits_nV, teacher_nV, temperature, self.support)
 
-    def refusals(self, algorithm: AlgorithmConfig) -> Refusals:
+    def refusals(self, algorithm: Around) -> Refusals:
         yield (
             algorithm.reference is None,
             "loss=reverse_kl learns from a teacher; set algorithm.reference={path: FOLDER}",

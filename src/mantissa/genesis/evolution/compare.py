@@ -11,7 +11,7 @@ import numpy as np
 from mantissa.genesis.evolution.archive import Candidate
 from mantissa.genesis.evolution.loop import Evolution, EvolutionConfig
 from mantissa.genesis.worldmodel.scores import Array
-from mantissa.mismatch.estimates import Estimate
+from mantissa.mismatch.intervals import Estimate
 from mantissa.runs.groups import SeedTable
 
 ARMS = ("random", "world")

@@ -13,7 +13,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.genesis.worldmodel.model import WorldModel
 from mantissa.genesis.worldmodel.scores import Array, Scores, auroc, counting, scored
 from mantissa.genesis.worldmodel.trajectory import Trajectory
-from mantissa.mismatch.estimates import Estimate, student_interval
+from mantissa.mismatch.intervals import Estimate, student_interval
 
 
 @dataclass(frozen=True)

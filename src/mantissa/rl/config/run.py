@@ -1,18 +1,19 @@
-"""The run's configuration: one frozen value made from a recipe."""
+"""The run's configuration: one frozen value made from a recipe; and what in it does not go together."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+import itertools
+from typing import Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
-from mantissa.algorithms import AlgorithmConfig
+from mantissa.algorithms import ADVANTAGES, AdvantageKind, AlgorithmConfig
 from mantissa.base.bounds import LARGEST_SEED
-from mantissa.base.config import Config
+from mantissa.base.config import Config, Refusals
+from mantissa.base.errors import MantissaError
 from mantissa.doctor.diagnosis import DoctorConfig
 from mantissa.dropin import GuardConfig
-from mantissa.precision import PrecisionPolicy
-from mantissa.rl.config.refusals import check_together
+from mantissa.precision import DIAL, SCHEMES, PrecisionPolicy
 from mantissa.rl.config.sections import (
     CheckpointConfig,
     EvaluationConfig,
@@ -25,7 +26,10 @@ from mantissa.rl.config.sections import (
     WarmStartConfig,
 )
 from mantissa.rl.config.waltz import WaltzConfig, check_feedback, feedback_config, published
-from mantissa.tasks import TaskConfig
+from mantissa.rollout import LEAST_TEMPERATURE, MOST_TOLD, untold_support
+from mantissa.rollout.support import ignored
+from mantissa.tasks import CodeConfig, DatasetConfig, RequestsConfig, TaskConfig
+from mantissa.training.masters import check_masters
 
 
 class RunConfig(Config):
@@ -89,3 +93,270 @@ class RunConfig(Config):
         if self.waltz is not None:
             check_feedback(self)
         return self
+
+
+def check_together(config: RunConfig) -> None:
+    """Raise ``MantissaError`` at the first pair of fields that do not go together."""
+    checks = [_precision_refusals, _rollout_refusals, _process_refusals]
+    if config.rollout.engine != "native":
+        checks.insert(2, _vllm_refusals if config.rollout.engine == "vllm" else _emulated_refusals)
+    if config.waltz is not None:
+        checks.insert(0, waltz_refusals)
+    policy, lora = config.precision, config.model.lora is not None
+    check_masters(config.optimizer.masters, policy.format_of(policy.train), lora)
+    for refused, why in itertools.chain.from_iterable(check(config) for check in checks):
+        if refused:
+            raise MantissaError(why)
+    if isinstance(config.task, CodeConfig) and config.task.time_limit_s >= config.grading.timeout_s:
+        raise MantissaError(
+            f"task.time_limit_s={config.task.time_limit_s:g} is not below grading.timeout_s="
+            f"{config.grading.timeout_s:g}, which would count a slow program as a verifier error; raise the latter"
+        )
+
+
+def _precision_refusals(config: RunConfig) -> Refusals:
+    policy, lag = config.precision, config.rollout.max_policy_lag
+    yield (
+        config.loss_scaling is not None and not policy.format_of(policy.train).needs_loss_scaling,
+        f"loss_scaling does nothing for a {policy.train} learner (its exponent range is that of fp32); leave it out, "
+        "or set loss_scaling=null",
+    )
+    yield (
+        policy.reference is not None and config.algorithm.reference is None,
+        f"precision.reference={policy.reference} does nothing without a reference policy; leave it out, or set "
+        "algorithm.reference={}",
+    )
+    yield (
+        config.guard is not None and not (DIAL.keys() | SCHEMES.keys()).isdisjoint({policy.train, policy.rollout}),
+        f"guard with train={policy.train} and rollout={policy.rollout}: no format is wider than one of the dial in all "
+        "that it has, and a scaled one is a choice of its own; set guard=null",
+    )
+    yield (
+        policy.kernels == "exact" and config.rollout.support == "ignored",
+        "precision.kernels=exact with rollout.support=ignored: the learner's log-probs are of another distribution "
+        "than the rollout's; set rollout.support=kept",
+    )
+    reference = config.algorithm.reference
+    yield (
+        policy.kernels == "exact" and reference is not None and reference.path is not None,
+        "precision.kernels=exact with algorithm.reference.path: exact kernels are planned for the policy's own shape; "
+        "set precision.kernels=fast",
+    )
+    yield (
+        policy.kernels == "exact" and lag,
+        f"precision.kernels=exact with rollout.max_policy_lag={lag}: completions of other weights have other "
+        "log-probs, so there is nothing that must be equal; set rollout.max_policy_lag=0",
+    )
+
+
+def _process_refusals(config: RunConfig) -> Refusals:
+    nproc, prompts, lag = config.nproc, config.rollout.prompts, config.rollout.max_policy_lag
+    several, fsdp2 = nproc > 1, config.parallel == "fsdp2"
+    yield (
+        not several and config.parallel is not None,
+        f"parallel={config.parallel} does nothing with nproc=1; leave it out, or raise nproc",
+    )
+    yield (
+        several and nproc > prompts,
+        f"nproc={nproc}, but rollout.prompts={prompts}: processes share a step by prompts, so some would have none; "
+        "lower nproc or raise rollout.prompts",
+    )
+    yield (
+        several and lag,
+        f"rollout.max_policy_lag={lag} with nproc={nproc}: sampling beside learning is for one process (two threads "
+        "of each would talk to the others at once); set rollout.max_policy_lag=0",
+    )
+    yield (
+        fsdp2 and config.optimizer.moments == "8bit",
+        "parallel=fsdp2 with optimizer.moments=8bit: blocks of a slice are not those of the whole, so another number "
+        "of processes could not resume; use parallel=ddp, or optimizer.moments=fp32",
+    )
+    yield (
+        fsdp2 and config.model.lora is not None,
+        "parallel=fsdp2 with model.lora: adapters are merged into whole matrices, and what would be divided, gradients "
+        "and moments, they hardly have; use parallel=ddp",
+    )
+
+
+def _rollout_refusals(config: RunConfig) -> Refusals:
+    rollout, updates, kind = config.rollout, config.optimizer.updates_per_batch, config.algorithm.advantage
+    completions, lag = rollout.prompts * rollout.samples, rollout.max_policy_lag
+    yield updates > completions, "optimizer.updates_per_batch: expected at most one update a completion"
+    yield (
+        0 < lag < updates,
+        f"rollout.max_policy_lag={lag} does nothing with optimizer.updates_per_batch={updates}: a step makes {updates} "
+        f"versions, so sampling one step ahead needs {updates} or more; raise it, or set it to 0",
+    )
+    yield (
+        kind == "distillation" and rollout.overlong is not None,
+        "rollout.overlong does nothing with algorithm.advantage=distillation, which learns from the teacher and only "
+        "logs rewards; leave it out",
+    )
+    if config.algorithm.of_tokens:  # no completions are compared
+        return
+    estimator = ADVANTAGES[cast(AdvantageKind, kind)]
+    yield (
+        not estimator.of_batch and rollout.samples < 2,
+        f"algorithm.advantage={kind} needs rollout.samples of 2 or more: it compares the completions of a prompt, and "
+        "of one alone every advantage is 0; raise it, or use reinforce_pp, which compares the whole batch",
+    )
+    reward = getattr(config.task, "reward", None)
+    weights = [term.weight for term in reward if term.weight] if isinstance(reward, tuple) else [1.0]
+    yield (
+        estimator.decoupled and len(weights) < 2,
+        f"algorithm.advantage={kind} normalises several rewards apart, and task.reward is one; give task.reward a list "
+        "of terms with a weight, or use grpo",
+    )
+    yield (
+        estimator.decoupled and rollout.overlong is not None,
+        f"algorithm.advantage={kind} with rollout.overlong: each reward is divided by its own spread, so the penalty's "
+        "size (overlong.factor) would be lost, and one of a few tokens be as much as a wrong answer; leave overlong "
+        "out, or use grpo, to which the penalty is part of the one reward",
+    )
+    beside = rollout.overlong is not None or (config.algorithm.kl is not None and config.algorithm.kl.where == "reward")
+    yield (
+        estimator.normalises and len(weights) == 1 and abs(weights[0]) != 1 and not beside,
+        f"task.reward: the weight {weights[0] if weights else 0:g} of the only term does nothing with "
+        f"algorithm.advantage={kind}, which divides by the rewards' spread; leave it out",
+    )
+    yield (
+        estimator.decoupled and rollout.dynamic is not None,
+        f"algorithm.advantage={kind} with rollout.dynamic: that drops groups whose sums are equal, in which the "
+        "rewards apart may differ; leave one of them out",
+    )
+    yield (
+        rollout.replay_routing is not None and config.precision.kernels == "exact",
+        "rollout.replay_routing does nothing with precision.kernels=exact: rollout and learner choose the same "
+        "experts; leave one of them out",
+    )
+    yield completions < 2, f"algorithm.advantage={kind} compares completions, and a step has one; raise rollout.prompts"
+
+
+def _vllm_refusals(config: RunConfig) -> Refusals:
+    """What vLLM cannot do, or what nobody has tried with it."""
+    rollout, lag = config.rollout, config.rollout.max_policy_lag
+    untold = untold_support(rollout.top_k, rollout.top_p)
+    refusals = (
+        *_vllm_formats(config.precision),
+        (
+            config.algorithm.loss.most_probable > MOST_TOLD,
+            f"algorithm.loss.centering={config.algorithm.loss.most_probable}: vLLM tells at most {MOST_TOLD} tokens; "
+            "lower it",
+        ),
+        (
+            bool(untold),
+            f"rollout.{untold} (a {ignored(rollout.top_k, rollout.top_p)})",
+        ),
+        (
+            config.guard is not None and rollout.vllm.server is not None,
+            "guard: the server samples in the format that it was started in, and a fall back would leave it; leave "
+            "rollout.vllm.server or guard out",
+        ),
+        (
+            rollout.vllm.sleep and lag > 0,
+            f"rollout.vllm.sleep=true and rollout.max_policy_lag={lag}: it samples while the learner works, so it "
+            "never sleeps; leave one of them out",
+        ),
+        (
+            rollout.temperature < LEAST_TEMPERATURE,
+            f"rollout.temperature={rollout.temperature:g}: vLLM would sample at {LEAST_TEMPERATURE}; raise it to that",
+        ),
+    )
+    for refused, why in refusals:
+        yield refused, f"rollout.engine=vllm with {why}, or set rollout.engine=native"
+
+
+def _vllm_formats(policy: PrecisionPolicy) -> Refusals:
+    """Of what it computes in."""
+    base = policy.format_of(policy.rollout).name
+    yield from (
+        (
+            policy.kernels == "exact",
+            "precision.kernels=exact: vLLM's kernels add in another order than the learner's, so their log-probs are "
+            "not equal to the last bit; use kernels=fast and read the gap",
+        ),
+        (
+            policy.kv_cache not in (None, base, "fp8"),
+            f"precision.kv_cache={policy.kv_cache}: vLLM's cache is kept in the rollout's own format, {base}, or in "
+            "fp8; leave it out",
+        ),
+        (
+            policy.logits not in ("fp32", base),
+            f"precision.logits={policy.logits}: vLLM holds logits in fp32 or in the rollout's {base}; choose one of "
+            "them",
+        ),
+        (
+            policy.backend == "simulated" and policy.rollout != "fp32",
+            f"precision.backend=simulated: vLLM computes in {policy.rollout} itself; leave backend out",
+        ),
+        (
+            policy.rollout in SCHEMES,
+            f"precision.rollout={policy.rollout}: it is simulated here, and vLLM's kernels are its own; choose fp32, "
+            "bf16, fp16 or fp8",
+        ),
+        (
+            policy.rollout in DIAL,
+            f"precision.rollout={policy.rollout}: a format of the dial is simulated, and vLLM's kernels are its own; "
+            "choose fp32, bf16, fp16 or fp8",
+        ),
+    )
+
+
+def _emulated_refusals(config: RunConfig) -> Refusals:
+    """What no emulation can do."""
+    policy = config.precision
+    yield (
+        policy.kernels == "exact",
+        "rollout.engine=emulated with precision.kernels=exact: it rounds at other places than the learner, so that "
+        "their log-probs differ; set precision.kernels=fast, or rollout.engine=native",
+    )
+    yield (
+        policy.backend == "native",
+        "rollout.engine=emulated with precision.backend=native: its values are rounded in fp32; leave "
+        "precision.backend out, or set rollout.engine=native",
+    )
+
+
+def waltz_refusals(config: RunConfig) -> Refusals:
+    """What does not go together with a second policy."""
+    assert config.waltz is not None
+    waltz, rollout, task = config.waltz, config.rollout, config.task
+    reward = getattr(task, "reward", None) is not None
+    adapters, fresh = config.model.lora is not None, config.model.fresh is not None
+    refusals = (
+        (config.nproc > 1, f"nproc={config.nproc}: both policies learn in one process; set nproc=1"),
+        (rollout.engine != "native", f"rollout.engine={rollout.engine}: nobody has tried two of them; use native"),
+        (rollout.max_policy_lag > 0, "rollout.max_policy_lag: a dialogue is of both policies' newest weights; set 0"),
+        (rollout.dynamic is not None, "rollout.dynamic: there are no groups here; leave it out"),
+        (rollout.overlong is not None, "rollout.overlong: an answer's reward is the judge's word; leave it out"),
+        (config.guard is not None, "guard: it takes one policy back, and here two belong together; leave it out"),
+        (config.perfectible is not None, "perfectible: the game uses every prompt; leave it out"),
+        (
+            config.algorithm.advantage != "reinforce_pp",
+            f"algorithm.advantage={config.algorithm.advantage}: answers after feedback have no group, each prompt is "
+            "another; use reinforce_pp",
+        ),
+        (
+            not isinstance(task, (RequestsConfig, DatasetConfig)),
+            f"task.kind={task.kind}: its problems have no labels; use requests, or dataset with prompt and label",
+        ),
+        (reward, "task.reward: answers earn the judge's word, which waltz.judge names; leave it out"),
+        (getattr(task, "verifier", None) is not None, "task.verifier: waltz.judge grades; leave it out"),
+        (
+            isinstance(task, DatasetConfig) and waltz.judge is None,
+            "task.kind=dataset: rules judge the task requests alone; set waltz.judge.function or waltz.judge.server",
+        ),
+        (
+            waltz.label_later > 0 and waltz.conversation_frozen >= config.steps,
+            f"waltz.label_later={waltz.label_later:g} does nothing in steps={config.steps}: they are all of the first "
+            f"stage, which has waltz.conversation_frozen={waltz.conversation_frozen}; set that below steps, or "
+            "waltz.label_later=0",
+        ),
+        (
+            adapters and fresh and config.warm_start is not None,
+            "model.fresh with model.lora: its warm start trains the base, and two warm starts would make two; start "
+            "from model.path, or leave lora out",
+        ),
+    )
+    for refused, why in refusals:
+        yield refused, f"waltz with {why}"

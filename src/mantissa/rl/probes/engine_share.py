@@ -12,7 +12,7 @@ sums would be in the answer, never stand in for them.
 from __future__ import annotations
 
 from mantissa.base.ranks import ALONE, Ranks
-from mantissa.mismatch import engine_share
+from mantissa.mismatch.metrics import engine_share
 from mantissa.rl.exact import ExactTwin
 from mantissa.rl.experience import Experience
 from mantissa.rl.probes.interface import Metrics, Probe

@@ -3,7 +3,6 @@ snapshot of a repository on the Hugging Face hub, which is asked for by name alo
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.readers.json import read_json
 
 _SETTINGS = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
-_PACKAGE, _HUB = "package:", "hub:"
+_PACKAGE, HUB = "package:", "hub:"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -34,10 +33,10 @@ def find_model(name_or_path: str | Path, weights: bool = True) -> Path:
     name = str(name_or_path)
     if name.startswith(_PACKAGE):
         return _packaged(name.removeprefix(_PACKAGE))
-    if name.startswith(_HUB):
-        asked = name.removeprefix(_HUB)
+    if name.startswith(HUB):
+        asked = name.removeprefix(HUB)
         if not _HUB_NAME.fullmatch(asked):
-            raise MantissaError(f"{name}: no name of the hub; expected {_HUB}ORG/NAME, such as {_HUB}Qwen/Qwen3-1.7B")
+            raise MantissaError(f"{name}: no name of the hub; expected {HUB}ORG/NAME, such as {HUB}Qwen/Qwen3-1.7B")
         return _snapshot(asked, [*_SETTINGS, "*.safetensors"] if weights else _SETTINGS)
     with boundary("model", "expected a model's folder, a GGUF file, or hub:ORG/NAME"):
         path = Path(name_or_path).expanduser()
@@ -55,13 +54,13 @@ def find_model(name_or_path: str | Path, weights: bool = True) -> Path:
         )
     if is_gguf(name):
         raise MantissaError(f"{path}: no such file; check the path")
-    hub = f"; if the hub's model of this name is meant, say {_HUB}{name}" if _HUB_NAME.fullmatch(name) else ""
+    hub = f"; if the hub's model of this name is meant, say {HUB}{name}" if _HUB_NAME.fullmatch(name) else ""
     raise MantissaError(f"{name}: no such folder; check the path{hub}")
 
 
 def hub_name(name: str) -> str:
     """A model's name without ``hub:``: as other programs write the names of the hub."""
-    return name.removeprefix(_HUB)
+    return name.removeprefix(HUB)
 
 
 def cached(name: str) -> Path | None:
@@ -78,6 +77,8 @@ def cached(name: str) -> Path | None:
 
 def _packaged(name: str) -> Path:
     """The GGUF file that the installed distribution ``name`` lists."""
+    import importlib.metadata
+
     try:
         listed = importlib.metadata.files(name) or []
     except (importlib.metadata.PackageNotFoundError, ValueError):
