@@ -177,7 +177,15 @@ def test_the_split_into_micro_batches_does_not_show(made: Callable[..., Parts], 
         np.testing.assert_allclose(gradient, whole[name], atol=1e-6, rtol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("more", [(), ("rollout.top_p=0.9",), ("precision=fp16",)], ids=["bf16", "top-p", "fp16"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        pytest.param(("rollout.top_p=0.9",), marks=pytest.mark.slow),
+        ("precision=fp16",),
+    ],
+    ids=["bf16", "top-p", "fp16"],
+)
 def test_a_student_comes_nearer_to_its_teacher(train: Train, teacher: Path, more: tuple[str, ...]) -> None:
     run = train(
         "warm_start=null", "precision=bf16", "steps=60", "optimizer.lr=5e-3", "evaluation=null",

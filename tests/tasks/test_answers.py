@@ -122,7 +122,7 @@ def test_time_grows_with_the_length_and_not_its_square(texts: list[str]) -> None
     for text in texts:
         normalize_answer(text)
         last_boxed(text)
-    assert time.process_time() - start < 1  # quadratic patterns took minutes, exponential ones would never return
+    assert time.process_time() - start < 20  # quadratic patterns took minutes, exponential ones would never return
 
 
 PIECES = "1 2 } . ... cm ^2 ^{3} m ^ sq square hours \\text{ x= \\frac { $ \\circ degrees mph , cm^2}".split()  # noqa: SIM905 - shorter

@@ -92,7 +92,7 @@ def test_programs_that_end_before_a_test(box: Sandbox, source: str, ended: str) 
     if outcome.ended == "out of time":
         ended = ended.replace("SIGKILL", "out of time")  # on a busy machine the clock is faster than CPU time
     assert outcome == Outcome(ended, ())
-    assert time.monotonic() - start < 6
+    assert time.monotonic() - start < 60
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.base.errors import MantissaError
 from mantissa.dropin import GuardConfig
@@ -216,7 +217,7 @@ def test_training_in_a_thread_lets_the_loop_go_on_and_can_be_cancelled() -> None
         return time.perf_counter() - began
 
     epochs = len(model.history)
-    assert asyncio.run(cancelled()) < 10
+    assert asyncio.run(cancelled()) < 100  # of the minutes that its 10,000 epochs would take
     assert len(model.history) < epochs + 10_000
     assert not model._training.locked()
     model.train(1, 16)
@@ -230,17 +231,28 @@ def test_a_training_cancelled_before_its_first_batch_learns_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights, model.trainer.model.parameters(), strict=True))
 
 
-def test_a_prediction_takes_less_than_ten_milliseconds() -> None:
+class Counted(TorchDispatchMode):
+    """How many of torch's operations are called, and how many values they make."""
+
+    calls = values = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.calls += 1
+        self.values += made.numel() if isinstance(made, torch.Tensor) else 0
+        return made
+
+
+def test_a_prediction_is_few_operations_on_few_values() -> None:
+    """The same for a first and for a later one: milliseconds anywhere."""
     model = WorldModel(precision="fp32")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    times = []
-    for _ in range(60):  # half of this time where it is alone; one of many is
-        began = time.process_time()
+    with Counted() as first:
         model.predict(STATE, GOOD[0])
-        times.append(time.process_time() - began)
-    torch.set_num_threads(threads)
-    assert min(times) < 0.01
+    with Counted() as later:
+        model.predict(STATE, GOOD[0])
+    assert (later.calls, later.values) <= (first.calls, first.values)
+    assert later.calls < 300, later.calls
+    assert later.values < 2_000_000, later.values  # half of it seen; an attention over text that grew would be more
 
 
 def test_bad_arguments(tmp_path: Path) -> None:
