@@ -435,6 +435,25 @@ def test_a_case_comes_back(case_file: Path) -> None:
     assert (code, "selects" in out, "the learner, here against the run: 3 of 3" in out) == (0, True, True)
 
 
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_case_whose_micro_batch_has_an_empty_response_comes_back(case_file: Path, tmp_path: Path, row: int) -> None:
+    """The sequence that differs beside one without a token, before it or after; by itself an empty one has no case."""
+    answers = [(3, 4, 5), ()] if row == 0 else [(), (3, 4, 5)]
+    stored = read_case(case_file)
+    part = Sequences.build([(1, 2), (1, 2)], answers, torch.device("cpu"))
+    engine = NativeEngine(stored.model, NativeKernels(FP32), kv_format=FP32, slots=2, max_length=16)
+    for place in (row, 1 - row):
+        logp = torch.zeros(len(answers[place]))
+        case = dataclasses.replace(stored.case, part=part, row=place, rollout_logp_T=logp, learner_logp_T=logp.clone())
+        write_case(tmp_path / "case", case, stored.model, stored.precision, engine, stored.weights, "a note")
+        if place == row:
+            assert read_case(tmp_path / "case").case.response == (3, 4, 5)
+            assert replayed(tmp_path / "case")[0] == 0
+            continue
+        with pytest.raises(MantissaError, match="part: what it holds does not fit together"):
+            read_case(tmp_path / "case")
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_case_is_one_clear_error(case_file: Path, tmp_path: Path, damage: str) -> None:
     path = damaged(case_file, tmp_path / "case.safetensors", DAMAGE[damage])
