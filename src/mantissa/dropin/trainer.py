@@ -73,7 +73,8 @@ class PrecisionTrainer:
     - ``max_grad_norm``: bound on the unscaled Euclidean norm. ``adaptive_clip``: factor of adaptive gradient clipping.
     - ``masters``: ``fp32``, or weights of bf16's values, ``bf16_stochastic`` or ``bf16_kahan`` (``masters.py``): the
       model's are rounded at once. Not with fp16.
-    - ``scheduler``: stepped after each update that was applied, and only then.
+    - ``scheduler``: stepped after each update that was applied, and only then; without arguments, so that
+      ``ReduceLROnPlateau`` is its owner's to step.
     - ``on_nonfinite``: ``stop`` raises on a non-finite gradient that no lower scale cures, naming the module where it
       began; ``skip`` gives the batch up. Without it: ``skip`` under a guard, whose decision it then is, else ``stop``.
     - ``detect_anomaly``: that error also names the forward's line, by autograd's anomaly mode; free until then.

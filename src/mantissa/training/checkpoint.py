@@ -397,7 +397,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) 
     found = [len(group["params"]) for group in saved.get("param_groups", [])]
     if sizes != found:
         raise MantissaError(
-            f"checkpoint and optimiser do not fit: its parameter groups have {found} parameters, these have {sizes}"
+            f"checkpoint and optimiser do not fit: its parameter groups have {found} parameters, these have {sizes}; "
+            "groups that were added while it trained are added before loading"
         )
     for present, group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         check_like({key: value for key, value in present.items() if key != "params"}, group, "optimiser")
