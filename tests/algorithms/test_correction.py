@@ -413,3 +413,19 @@ def test_the_mean_that_masks_is_of_the_tokens_that_are_known(whose: str, bad: fl
     kept, tallies = off_policy_mask(logp, rollout, advantage, torch.ones_like(known), 0.1)
     assert kept.tolist() == [False, False, True, True, False, True, True, True]
     assert values(tallies)["correction/off_policy_masked_fraction"].item() == pytest.approx(3 / 8)
+
+
+def test_a_product_made_apart_is_of_rejected_tokens_too() -> None:
+    """All that were sampled: a token that was rejected is a factor, and one that became unknown leaves none."""
+    config = CorrectionConfig(
+        mode="truncate", level="sequence", truncate_at=9.0, reject_unit="token", reject_by="k1", reject_low=0.5
+    )
+    logp, rollout, mask = case([2.0, 0.25, 3.0], [0.4, 2.0, 1.5])
+    whole, valid, _ = correction(logp, rollout, mask, config)
+    assert valid.tolist() == [[True, False, True], [False, True, True]]
+    assert whole[valid].tolist() == pytest.approx([1.5, 1.5, 1.2, 1.2])
+    weight, _ = importance_weights(logp, rollout, mask, valid, config)
+    assert torch.equal(weight, whole)
+    logp[0, 1] = NAN  # of the rejected one
+    weight, _ = importance_weights(logp, rollout, mask, valid, config)
+    assert weight.tolist() == [[0.0] * 3, whole[1].tolist()]

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from attention_oracle import FAMILIES, attended, probabilities
 from mantissa.kernels import Kernels, NativeKernels, SimulatedKernels
-from mantissa.precision import BF16, FP16, FP32, NumberFormat, is_on_grid, round_to_format
+from mantissa.kernels.products import Products
+from mantissa.precision import BF16, FP16, FP32, NumberFormat, cpu, is_on_grid, round_to_format
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -152,3 +153,22 @@ def test_cached_probabilities_are_rounded_too(fmt: NumberFormat) -> None:
     with_rounding, without = (round_to_format(round_to_format(p, f) @ v, fmt)[:, :, 0] for f in (fmt, FP32))
     assert (cached.double() != with_rounding).double().mean() < 0.02
     assert (cached.double() != without).double().mean() > 0.1
+
+
+@pytest.mark.parametrize("kernels", [NativeKernels(FP32), SimulatedKernels(FP16)], ids=["native", "simulated"])
+def test_a_decode_steps_product_is_looked_up_by_the_size_that_it_has(
+    kernels: NativeKernels | SimulatedKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each key head: as many rows as query heads share it, by the keys in the cache times a head's size."""
+    asked: list[tuple[str, int, int]] = []
+
+    class Table:
+        def way(self, operands: str, side: str, rows: int, weight: int) -> str:
+            asked.append((side, rows, weight))
+            return cpu.TORCH
+
+    monkeypatch.setattr(kernels, "products", Products("fp32", Table()))  # type: ignore[arg-type]
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(shape, generator=draw) for shape in ((5, 6, 16), (5, 2, 10, 16), (5, 2, 10, 16)))
+    kernels.cached_attention(q, k, v, torch.tensor([1, 10, 4, 7, 2]))
+    assert asked == [("heads", 3, 160)]

@@ -133,3 +133,13 @@ def test_int8_codes_are_proved_or_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch, "_int_mm", lambda x, w: saturated)
     with pytest.raises(MantissaError, match="int8 is not active"):
         probe(KERNELS["int8"], "cpu")
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("name", KERNELS)
+def test_no_copy_is_ever_trained(name: str, pack: bool) -> None:
+    """Before weights lie in it and after, in whatever layout: a copy that took gradients would keep graphs alive."""
+    policy = copy(WIDE, KERNELS[name], pack)
+    for _ in range(2):
+        policy.take(masters(WIDE))
+        assert [name for name, each in policy.decoder.named_parameters() if each.requires_grad] == []

@@ -242,3 +242,16 @@ def test_a_record_is_what_runs_write_or_an_error(change: dict[str, Any]) -> None
         CpuProducts.of(record | change)
     with pytest.raises(MantissaError, match="table of products"):
         CpuProducts.of(None)
+
+
+@pytest.mark.parametrize("present", [False, True])
+def test_only_a_library_with_products_of_bf16_is_asked_whether_they_flush(
+    present: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(cpu, "_ratios", lambda: {"fp32": 1.0} | ({"bf16": 0.5} if present else {}))
+    monkeypatch.setattr(cpu, "_of_side", lambda side, _: ((cpu.TORCH * len(cpu._CLASSES),) * len(cpu._WEIGHTS),) * 2)
+    monkeypatch.setattr(cpu, "_flushes", lambda: asked.append(1) or True)
+    found = cpu.measured()
+    assert len(asked) == int(present)
+    assert found.flushes is present

@@ -404,6 +404,8 @@ DAMAGE: dict[str, Callable[[Any, Any], Any]] = {
     "a mask with holes": lambda f, t: t["part.mask_BR"].fill_(False),
     "answers cut short": lambda f, t: t.update({"call.tokens": t["call.tokens"][:-1]}),
     "negative lengths": lambda f, t: t["call.lengths"].neg_(),
+    "a word that there is none of": lambda f, t: t["call.tokens"][-1:].fill_(1 << 20),
+    "a word below the first": lambda f, t: t["call.tokens"][-1:].fill_(-1),
     "another answer": lambda f, t: t["call.tokens"].fill_(1),
     "fewer log-probs": lambda f, t: t.update({"logp.rollout": t["logp.rollout"][:-1]}),
     "log-probs in half": lambda f, t: t.update({"logp.learner": t["logp.learner"].half()}),

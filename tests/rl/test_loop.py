@@ -162,6 +162,13 @@ def test_the_same_seed_gives_the_same_run_whatever_is_saved_and_another_seed_ano
     assert (first.checkpoint_steps(), again.checkpoint_steps()) == ([0, 2], [2])
 
 
+def test_a_run_that_has_ended_holds_no_room_on_the_disk(finished: Train) -> None:
+    """For a next checkpoint, which there is none of; nor has it left any other file that it was about to name."""
+    run = finished(*QUICK)
+    assert run.checkpoint_steps() == [0, 2]
+    assert [file.name for file in run.path.rglob("*") if file.name.startswith(".") or file.suffix == ".tmp"] == []
+
+
 def test_evaluation_comes_when_asked_and_at_the_end(train: Train) -> None:
     rows = train(*QUICK, "steps=3", "evaluation.samples=0").read_metrics()
     assert [row["step"] for row in rows if "eval/greedy_accuracy" in row] == [2, 3]

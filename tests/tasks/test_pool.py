@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ import pytest
 
 from mantissa.base.errors import MantissaError
 from mantissa.tasks import Grader, Problem
+from mantissa.tasks.sandbox import pool
 from mantissa.tasks.sandbox.pool import WorkerStartError
 from processes import alive, descendants, until
 
@@ -227,3 +229,34 @@ def test_workers_of_a_killed_process_end_by_themselves(tmp_path: Path, busy: str
         parent.wait()
     assert workers
     until(lambda: not any(map(alive, workers)), seconds=20)
+
+
+@pytest.mark.parametrize(
+    ("deadlines", "expected"), [((103.0, 110.0), 3.0), ((110.0, 103.0, 107.0), 3.0), ((99.0, 200.0), 0.0), ((), 0.0)]
+)
+def test_nobody_is_waited_for_longer_than_the_first_has_time(
+    deadlines: tuple[float, ...], expected: float, hostile: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of workers that hold samples or are not ready; who is idle, or gone, has no say."""
+    asked: list[float] = []
+
+    class Pipe:
+        closed = False
+
+    class Gone:
+        closed = True
+
+    class Worker:
+        def __init__(self, deadline: float, ready: bool, indices: tuple[int, ...], pipe: object) -> None:
+            self.deadline, self.ready, self.indices, self.pipe = deadline, ready, indices, pipe
+
+    monkeypatch.setattr(pool, "wait", lambda pipes, timeout: asked.append(timeout) or [])
+    monkeypatch.setattr(pool.time, "monotonic", lambda: 100.0)
+    grader, expired = Grader(hostile.Obedient()), []
+    monkeypatch.setattr(grader, "_expire", lambda worker: expired.append(worker.deadline))
+    busy = [Worker(at, i % 2 == 0, (i,) if i % 2 == 0 else (), Pipe()) for i, at in enumerate(deadlines)]
+    grader._workers[:] = [Worker(101.0, True, (), Pipe()), Worker(101.0, False, (9,), Gone()), *busy]  # type: ignore
+    grader._answers([], deque())
+    grader._workers.clear()
+    assert asked == [expected]
+    assert expired == [at for at in deadlines if at <= 100.0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,3 +130,31 @@ def test_what_is_no_wish_is_refused(asked: Any) -> None:
 def test_without_the_rollout_s_log_probs_it_says_which_key(tmp_path: Path) -> None:
     with pytest.raises(MantissaError, match=r"rollout\.calculate_log_probs=True"):
         TrainerGate(config(tmp_path, rollout={"calculate_log_probs": False}), "stop")
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+@pytest.mark.parametrize("updates", [None, 0, 1])
+def test_with_bypass_only_weights_that_have_not_gone_on_score(
+    bypass: bool, updates: int | None, tmp_path: Path, batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``local_trigger_step``: how many updates a trainer that runs ahead has made since its weights were the sampler's.
+
+    Old log-probs are of those weights whatever came since; with bypass there are none, and today's would be scored.
+    """
+    padding = ModuleType("verl.workers.utils.padding")
+    padding.response_from_nested = lambda values, mask: values  # type: ignore[attr-defined]
+    for name in ("verl", "verl.workers", "verl.workers.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, padding.__name__, padding)
+    given, scored = batch(1), []
+
+    def score(what: Any) -> None:
+        scored.append(what)
+        given.fields["log_probs"] = given.fields["old_log_probs"]
+
+    known = {} if updates is None else {"local_trigger_step": updates}
+    asked = SimpleNamespace(global_steps=1, actor_rollout_wg=SimpleNamespace(compute_log_prob=score), **known)
+    found = TrainerGate(config(tmp_path, bypass=bypass), "stop").look(asked, given)
+    gone_on = bypass and updates == 1
+    assert ("mantissa/gate_fault" in found) is not gone_on
+    assert len(scored) == int(bypass and not gone_on)

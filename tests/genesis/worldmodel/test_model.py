@@ -15,7 +15,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.dropin import GuardConfig
 from mantissa.genesis.worldmodel import HistoryRow, SQLiteBuffer, Trajectory, WorldModel, cross_validate
 from mantissa.genesis.worldmodel.encoding import encode_state, encode_text
-from mantissa.genesis.worldmodel.model import loss_of
+from mantissa.genesis.worldmodel.model import by_task, loss_of
 from trajectories import BAD, GOOD, planted
 
 SMALL: dict[str, Any] = {"state_dim": 32, "action_dim": 64, "hidden_dim": 32}
@@ -287,3 +287,30 @@ def test_it_reads_a_buffer_that_others_write_to(tmp_path: Path) -> None:
         buffer.store(Trajectory(initial_state={}, actions=("a",), final_reward=0.5, task="new"))
         model.train(1, 8)
         assert "new" in model.seen_tasks
+
+
+def test_one_training_at_a_time() -> None:
+    """A second one is refused at once, with the first left to its end; then there may be another."""
+    model, said, rows = small(), list[str](), planted(4)
+
+    def again(row: HistoryRow) -> None:
+        with pytest.raises(MantissaError) as refused:
+            model.train(1, 16, rows)
+        said.append(str(refused.value))
+
+    assert len(model.train(2, 16, rows, progress=again)) == 2
+    assert said == ["this world model is being trained already: wait for that, or cancel it"] * 2
+    assert len(model.train(1, 16, rows)) == 1
+    assert len(model.history) == 3
+
+
+@pytest.mark.parametrize("batch_size", [3, 7, 500])
+def test_the_loss_of_an_epoch_is_the_mean_over_trajectories_and_members(batch_size: int) -> None:
+    """At a step size that leaves the weights as they were, whatever the batches."""
+    model, rows = small(lr=1e-12, members=3), planted(20)
+    learnt, apart = by_task(rows, model.calibration, model.seed)
+    assert 7 < len(learnt) < len(rows) == len(learnt) + len(apart)
+    with torch.no_grad():
+        each = [float(loss_of(model.trainer.model, model.encode([row]))) for row in learnt]
+    (row,) = model.train(1, batch_size, rows)
+    assert row.loss == pytest.approx(np.mean(each) / 3, rel=1e-5)
