@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import small_run
 from mantissa.base.errors import MantissaError
 from mantissa.base.folders import locked
+from mantissa.base.provenance import CODE
 from mantissa.cli import app
 from mantissa.lab import Rows, disk, load_lab, run, run_lab, warm, write_page
 from mantissa.lab.page import answers
@@ -256,7 +257,7 @@ def test_a_lab_begins_only_as_it_was_committed_and_its_rows_and_page_say_so(
     began = ["2100-01-01T00:00:00+0000"]
     figures = {"reward/accuracy": 0.5, "max gap/k3_kl": 0.1}
     done = {"status": "finished", "seconds": 1.0, "final": figures, "curves": {}}
-    monkeypatch.setattr(run._Work, "row", lambda self, cell: done | {"time": began[0]})
+    monkeypatch.setattr(run._Work, "row", lambda self, cell: done | CODE.stamp | {"time": began[0]})
 
     def begin(**options: Any) -> Rows:
         lab = load_lab(path)
