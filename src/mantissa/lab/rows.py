@@ -82,7 +82,7 @@ class Rows:
         """Add or replace a cell's row; the file is then the old one or the new one."""
         digest = cell.run_digest(row.get("source"))
         about = {"cell": cell.name, "seed": cell.seed, "values": cell.values, "digest": digest}
-        self._of[cell.folder] = about | row
+        self._of[cell.folder] = about | row | about
         self._write()
 
     def figure(self, name: str, measure: Measure) -> dict[int, float]:
