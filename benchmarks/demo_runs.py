@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mantissa.runs.directory import RunDirectory
+from mantissa.runs.directory import RunDirectory, place
 from mantissa.runs.metrics import PHASES
 
 RESULTS = Path(os.environ.get("OUT") or Path(__file__).resolve().parents[1] / "results")
@@ -66,12 +66,9 @@ def summary(path: str) -> dict[str, Any]:
         "gap_k3": mean(start, "gap/k3_kl"),
         "gap_seq_log_ratio_std": mean(start, "gap/seq_log_ratio_std"),
         "gap_equal_fraction": mean(start, "gap/equal_fraction"),
-        "device": f"{where['cpu']} ({where['cpu_capability']})" if where["device"] == "cpu" else where["device"],
-        "threads": where["threads"],
         "torch": where["versions"]["torch"],
-        "commit": where["git"]["commit"][:12] + ("-dirty" if where["git"]["changed"] else "") if where["git"] else None,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
+    } | place(where)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +22,7 @@ from typing import Any
 import torch
 import transformers
 
+from mantissa.base.provenance import stamp
 from mantissa.kernels import probe, rollout_kernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import PrecisionPolicy, resolve
@@ -153,25 +151,6 @@ def interleaved(contenders: dict[str, Callable[[], int]], repeats: int) -> dict[
     return rates
 
 
-def environment(device: str) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    dirty = subprocess.run(
-        ["git", "status", "--porcelain", "src"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return {
-        "device": torch.cuda.get_device_name()
-        if device == "cuda"
-        else f"cpu {platform.machine()}, {os.cpu_count()} cores",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "commit": commit.stdout.strip() + ("+changes" if dirty.stdout.strip() else ""),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
@@ -184,7 +163,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     weights = dict(Decoder(CONFIG).initialize(torch.Generator().manual_seed(1)).state_dict())
-    facts = environment(args.device)
+    facts = stamp(args.device) | {"transformers": transformers.__version__}
     rows = []
     for case in (CASES[i] for i in args.cases):
         contenders, active = {"transformers": hugging_face(weights, case, args.device)}, {"transformers": "fp32 native"}

@@ -22,7 +22,8 @@ from soak_job import BUFFER, PHASES, SIZES, Row
 
 from mantissa.base.files import write_atomically
 from mantissa.base.jsonl import JsonLines
-from mantissa.bench.rows import crossover, stamp, write_jsonl
+from mantissa.base.provenance import stamp
+from mantissa.bench.rows import crossover, write_jsonl
 from mantissa.bench.runner import quartiles, speed_up
 from mantissa.genesis.worldmodel import SQLiteBuffer
 from mantissa.mismatch.intervals import Estimate, student_interval

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import ast
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+from measured import marks  # noqa: E402
+
 RESULTS = ROOT / "results"
 BENCHMARKS = Path(__file__).resolve().parent
 Row = dict[str, Any]
@@ -26,7 +30,8 @@ Every figure in these pages comes from a row in this folder (`results/`): one me
 versions and commit. A file is written by the script of its name in `benchmarks/`, this page by
 `python benchmarks/tables.py`. First the files; then tables that no other page has, of the newest row of each
 measurement: value, and quartiles or range in brackets. The machine is shared, so ratios (taken within a round) say more
-than times, and times are left out where there is a ratio.
+than times, and times are left out where there is a ratio. Behind † is a commit that is not in the history, or none
+([why](../docs/findings.md#where-the-rows-come-from)).
 
 """
 
@@ -43,7 +48,8 @@ def index() -> str:
         said = ast.get_docstring(ast.parse(source.read_text())) if source.is_file() else None
         what = (said or path.stem).split("\n\n")[0].partition(". ")[0].replace("\n", " ").replace("``", "`")
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        lines.append([f"`{path.name}`", what.rstrip(".:"), str(len(rows)), str(rows[-1].get("commit", ""))[:7]])
+        commit = f"{rows[-1].get('commit', '')[:7]}{marks(rows[-1:])}"
+        lines.append([f"`{path.name}`", what.rstrip(".:"), str(len(rows)), commit])
     labs = len(list((RESULTS / "lab").glob("*.jsonl")))
     lines.append(["`lab/*.jsonl`", f"{labs} experiments, a row a cell: `mantissa lab lab/NAME.yaml`", "", ""])
     return table(("file", "what", "rows", "newest's commit"), lines)
@@ -151,7 +157,7 @@ def smollm2_runs(rows: Sequence[Row]) -> str:
         last = next(r[name] for name in r if name.startswith("accuracy_last_"))
         heldout = [f"{r[name]:.2f}" for name in ("greedy_heldout", "avg_heldout")]
         learned, gap = f"{r['accuracy_first']:.2f} → {last:.3f}", f"{r['gap_abs_logp_diff_mean']:.1e}"
-        lines.append([r["precision"], str(r["seed"]), str(r["steps"]), learned, *heldout, gap])
+        lines.append([f"{r['precision']}{marks([r])}", str(r["seed"]), str(r["steps"]), learned, *heldout, gap])
     header = ("learner/rollout", "seed", "steps", "training accuracy", "held out, greedy", "held out, mean of 4",
               "mean abs log-prob difference")  # fmt: skip
     return table(header, lines)

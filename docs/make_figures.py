@@ -9,6 +9,7 @@ between ``<!--given: BY WHAT-->`` and ``<!--/-->``. ``bare`` finds what is neith
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
-from measured import answer, field, over_seeds, rows, select, shown
+from measured import TWO, answer, field, is_lost, marks, over_seeds, rows, select, shown, used_by
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -58,10 +59,72 @@ def _begins() -> str:
     first = [
         row["curves"]["gap/seq_log_ratio_std"]["value"][0]
         for lab in ("rate", "advantage", "habits")
-        for row in rows(f"lab/{lab}")
+        for row in select(f"lab/{lab}", {})
         if "e8m2" in row["cell"] and "exact" not in row["cell"] and not row["cell"].endswith("lr=0.0003")
     ]
     return f"{min(first):.1f} to {max(first):.1f}"
+
+
+# Of each lab, the cells that are siblings: an fp32 learner beside a rollout of 2 bits with nothing done about the gap,
+# at a rate of 3e-4 or 1e-3. advantage's plain dr_grpo is rate's run again and is not counted twice.
+_GAP_ALONE = {
+    "rate": r"e8m2\+lr=.*",
+    "advantage": r"(?!advantage=dr_grpo\+e8m2$).*\+e8m2(-serving)?",
+    "habits": r"e8m2-.*",
+}
+_GAP_MENDED = {"rate": r"(e8m2-tis|exact-e8m2)\+lr=.*"}
+_BROKEN = 0.5  # of what was learned: runs end below 0.48 or above 0.84
+
+
+def _broken(cells: dict[str, str], interval: bool = True) -> str:
+    """How many of these runs learned less than half, of how many, with Wilson's interval of the share."""
+    from mantissa.runs.groups import wilson
+
+    found = [
+        row["accuracy_fp32"]
+        for lab, pattern in cells.items()
+        for row in select("final_policy", {"lab": lab})
+        if re.fullmatch(pattern, row["cell"])
+    ]
+    count, n = sum(value < _BROKEN for value in found), len(found)
+    low, high = wilson(count / n, n)
+    return f"{count} of {n}" + (f" ({low:.0%} to {high:.0%})" if interval else "")
+
+
+def _kernels_alone() -> str:
+    """The most that another kernel alone moved a run of the lab clipping: the same cell and seed before and after."""
+    after, before = (
+        over_seeds(file, {"cell": "bf16"}, "final.mean length/mean") for file in ("lab/clipping", "clipping_replaced")
+    )
+    return shown(max(abs(after[seed] - value) for seed, value in before.items()), ".2f")
+
+
+_DIFFERENCE = re.compile(r"(?:paired|bounds) .*|brake-.*")
+
+
+def _differences() -> list[str]:
+    """The intervals of differences that the page of findings shows, each once."""
+    page = (ROOT / "docs" / "findings.md").read_text()
+    return [query for query in dict.fromkeys(found[2] for found in _PLACE.finditer(page)) if _DIFFERENCE.match(query)]
+
+
+def origins() -> list[list[str]]:
+    """Of each finding: how many figures in sentences, of how many rows, and what is known of the code behind them."""
+    page = (ROOT / "docs" / "findings.md").read_text()
+    begins = [*re.finditer(r"^## (\d+)\. ", page, re.M)]
+    lines = []
+    for begin, after in zip(begins, [*(found.start() for found in begins[1:]), len(page)], strict=True):
+        in_table = re.search(rf"^\| \[{begin[1]}\]\(.*$", page, re.M)
+        text = page[begin.start() : after] + (in_table[0] if in_table else "")
+        queries = list(dict.fromkeys(found[2] for found in _PLACE.finditer(text)))
+        made = [used_by(lambda query=query: figure(query)) for query in queries]
+        used = {id(row): row for _, rows_of in made for row in rows_of}
+        rows_used = used.values()
+        edited = sum("-" in (row.get("commit") or "") for row in rows_used)
+        hashed = sum(row.get("source") is not None for row in rows_used)
+        lost, two = sum(map(is_lost, rows_used)), sum(text.endswith(TWO) for text, _ in made)
+        lines.append([begin[1], *(str(n) for n in (len(queries), len(used), hashed, edited, lost, two))])
+    return lines
 
 
 def _brake(labs: tuple[str, ...]) -> Callable[[], str]:
@@ -98,9 +161,15 @@ def held_out(benchmark: str = "doctor_held_out") -> list[dict[str, object]]:
 
 def _told(name: str) -> str:
     """A share of the held-out run, as the doctor's page has it."""
+    held_out()  # noted as what it is made of, for the shares are kept
+    return _shares()[name]
+
+
+@functools.cache
+def _shares() -> dict[str, str]:
     from tables_doctor import asked, shares
 
-    return shares(asked())[name]
+    return shares(asked())
 
 
 def _within_seeds(lab: str, control: str) -> str:
@@ -185,10 +254,14 @@ def _bits(coarse: str, fine: str) -> str:
 def _waltz_power() -> str:
     """The difference that five paired seeds see four times in five, at the spread of fp16's less bf16's attack success:
     (t of the test at 5% + t of 80%) s / sqrt(n), Student's with n - 1 degrees of freedom."""
-    ours, theirs = (over_seeds("waltz", {"form": f"{fmt}-decay"}, "rates.attack_success") for fmt in ("fp16", "bf16"))
+    both = {"form": "fp16-decay|bf16-decay"}
+    ours, theirs = (
+        over_seeds("waltz", {"form": f"{fmt}-decay"}, "rates.attack_success", lost=True) for fmt in ("fp16", "bf16")
+    )
     off = [value - theirs[seed] for seed, value in ours.items()]
     assert len(off) == 5
-    return shown((2.776 + 0.941) * stdev(off) / math.sqrt(5), ".2f")
+    mark = marks(select("waltz", both, lost=True))
+    return shown((2.776 + 0.941) * stdev(off) / math.sqrt(5), ".2f") + mark
 
 
 def _exact_logprobs() -> str:
@@ -269,6 +342,11 @@ FIGURES: dict[str, Callable[[], str]] = {
     "doctor-healthy-one-format": lambda: _healthy(True, True, 1),
     "doctor-healthy-two-formats": lambda: _healthy(True, True, 2),
     "doctor-healthy-unsaid": lambda: _healthy(True, False),
+    "broken-gap": lambda: _broken(_GAP_ALONE),
+    "broken-no-gap": lambda: _broken(_GAP_MENDED),
+    "kernels-alone": _kernels_alone,
+    "differences": lambda: str(len(_differences())),
+    "by-chance": lambda: shown(0.05 * len(_differences()), ".1f"),
     "cut-fp32-bf16": lambda: _cut("fp32-bf16"),
     "grows-fp16-vllm": lambda: _grows("fp16-vllm"),
     "grows-bf16-vllm": lambda: _grows("bf16-vllm"),

@@ -21,7 +21,7 @@ import matplotlib.pyplot as plt
 from make_figures import held_out
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from measured import over_seeds, paired, rows, select
+from measured import marks, over_seeds, paired, rows, select
 
 FOLDER = Path(__file__).resolve().parent / "images" / "findings"
 BLUE, ORANGE, GREEN, RED, SKY, PURPLE, GREY = (
@@ -128,8 +128,9 @@ def habits() -> Data:
             row["switches"]: row["abs_logp_diff_mean"]
             for row in select("emulated", {"requested": fmt, "engine": "emulated"})
         }
-        vllm = [row for row in select("emulated", {"requested": fmt, "metric": "gap"}) if row["engine"] != "emulated"]
-        data[fmt] = [*map(list, newest.items()), ["vLLM itself", vllm[-1]["abs_logp_diff_mean"]]]
+        own = select("emulated", {"requested": fmt, "metric": "gap"}, lost=True)
+        vllm = [row for row in own if row["engine"] != "emulated"]
+        data[fmt] = [*map(list, newest.items()), [f"vLLM itself{marks(vllm[-1:])}", vllm[-1]["abs_logp_diff_mean"]]]
     return data
 
 
@@ -141,11 +142,10 @@ def draw_habits(data: Data) -> Figure:
     for fmt, colour, marker in (("fp16", BLUE, "o"), ("bf16", ORANGE, "s")):
         found = [(places[name], size) for name, size in data[fmt] if name in places]
         axis.plot([size for _, size in found], [at for at, _ in found], marker, color=colour, label=fmt)
-        axis.axvline(dict(map(tuple, data[fmt]))["vLLM itself"], color=colour, linestyle=":", linewidth=1)
+        vllm, size = data[fmt][-1]
+        axis.axvline(size, color=colour, linestyle=":", linewidth=1)
     axis.set_yticks(list(places.values()), [said.get(name, name) for name in places])
-    axis.set(
-        xscale="log", title="mean |Δ log-prob| that one habit alone makes; dotted: vLLM itself", xlim=(0.0018, 0.06)
-    )
+    axis.set(xscale="log", title=f"mean |Δ log-prob| that one habit alone makes; dotted: {vllm}", xlim=(0.0018, 0.06))
     axis.set_xticks([0.002, 0.005, 0.01, 0.02, 0.05], ["0.002", "0.005", "0.01", "0.02", "0.05"])
     axis.minorticks_off()
     axis.legend(loc="center", bbox_to_anchor=(0.5, 0.5))

@@ -15,7 +15,7 @@ from typing import Any
 import tables_doctor
 import tables_trainer
 import tables_verl
-from measured import Row
+from measured import Row, marks
 from measured import rows as _rows
 from tables import table
 
@@ -263,7 +263,7 @@ def measured_gap() -> str:
 def _newest_of(kind: str) -> dict[tuple[str, str], dict[str, Row]]:
     """By format and switches, the newest row of each ``kind`` of measurement: by our engine, or on vLLM."""
     found: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in _rows("emulated"):
+    for row in _rows("emulated", lost=True):
         on = "vllm" if "explained" in row or row["engine"].startswith("vLLM") else "own"
         if on == kind:
             found.setdefault((row["requested"], row["head"]), {})[row["switches"]] = row
@@ -276,12 +276,14 @@ def switches() -> str:
     lines = []
     for name in own["bf16"]:
         said = "sampled with all on" if name == "emulated" else f"`{name}`"
-        sizes = [f"{own[fmt][name]['abs_logp_diff_mean']:#.2g}" for fmt in ("bf16", "fp16")]
+        sizes = [f"{own[fmt][name]['abs_logp_diff_mean']:#.2g}{marks([own[fmt][name]])}" for fmt in ("bf16", "fp16")]
         on_vllm = [vllm[fmt].get(name, {}) for fmt in ("bf16", "fp16")]
-        shares = [f"{row[key]:.0%}" if key in row else "" for key in ("explained", "projected") for row in on_vllm]
+        shares = [f"{row[key]:.0%}{marks([row])}" if key in row else "" for key in ("explained", "projected")
+                  for row in on_vllm]  # fmt: skip
         lines.append([said, *sizes, *shares])
     itself = [next(row for row in vllm[fmt].values() if row["metric"] == "gap") for fmt in ("bf16", "fp16")]
-    lines.append(["vLLM itself", *(f"{row['abs_logp_diff_mean']:#.2g}" for row in itself), "", "", "", ""])
+    sizes = [f"{row['abs_logp_diff_mean']:#.2g}{marks([row])}" for row in itself]
+    lines.append(["vLLM itself", *sizes, "", "", "", ""])
     header = ("switch", "mean \\|Δ\\|, bf16", "fp16", "of vLLM's explained, bf16", "fp16", "projected, bf16", "fp16")
     return table([each.replace("\\|", "|") for each in header], lines)
 
@@ -312,15 +314,27 @@ def causes(metric: str) -> str:
 
 def tuned() -> str:
     """The newest row of each set, by base and budget."""
-    newest = {(r["base"], r["budget"], r["set"]): r for r in _rows("tune") if "set" in r and "note" not in r}
+    newest = {(r["base"], r["budget"], r["set"]): r for r in _rows("tune", lost=True) if "set" in r and "note" not in r}
     lines = []
     for (base, budget, name), r in newest.items():
         measured = f"{r['measured']:.4f}<br>{r['measured_low']:.4f}..{r['measured_high']:.4f}" if r["measured"] else "0"
         share = [f"{r[key]:.0%}" for key in ("fp8_share", "bytes_saved")]
         within = "yes" if r["within"] else "no"
-        lines.append([f"{base}, {budget:g}", name, *share, f"{r['chosen_on']:.4f}", measured, within])
+        lines.append([f"{base}, {budget:g}{marks([r])}", name, *share, f"{r['chosen_on']:.4f}", measured, within])
     header = ("half, budget", "set", "in fp8", "bytes less", "on the half that chose", "on the other half", "within")
     return table(header, lines)
+
+
+# findings.md
+
+
+def origins() -> str:
+    """What is known of the code behind each finding's figures."""
+    from make_figures import origins as found
+
+    header = ("finding", "figures", "rows", "with a hash of the source", "marked as with edits",
+              "commit not in history †", "figures of two commits ‡")  # fmt: skip
+    return table(header, found())
 
 
 # soak.md
@@ -359,13 +373,15 @@ _WALTZ = {
 
 def waltz() -> str:
     """What two policies have learned in each form, seed by seed."""
-    newest = {(row["form"], row["seed"]): row for row in _rows("waltz")}
+    newest = {(row["form"], row["seed"]): row for row in _rows("waltz", lost=True)}
     lines = []
     for form, said in _WALTZ.items():
         mine = [row for (of, _), row in sorted(newest.items()) if of == form]
         rates = [[row["rates"][name] for row in mine] for name in ("attack_success", "over_refusal", "label_accuracy")]
         greedy = [row["greedy_right"] for row in mine]
-        lines.append([said, *(", ".join(f"{value:.2f}" for value in values) for values in (*rates, greedy))])
+        marked = [[f"{value:.2f}{marks([row])}" for value, row in zip(values, mine, strict=True)]
+                  for values in (*rates, greedy)]  # fmt: skip
+        lines.append([said, *map(", ".join, marked)])
     return table(("form", "attack success", "over-refusal", "labels right", "right by greedy policies"), lines)
 
 
@@ -446,6 +462,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "gap_experts": gap_experts,
     },
     "emulated.md": {"switches": switches},
+    "findings.md": {"origins": origins},
     "soak.md": {"soak": soak_sizes},
     "usage.md": {"commands": commands},
     "waltz.md": {"waltz": waltz},

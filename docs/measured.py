@@ -11,6 +11,13 @@ Python's. Without a verb it is the newest such row's field. The verbs:
 - ``paired``: one VALUE is ``A - B``: the mean over seeds of A's less B's, with Student's 95% interval. ``off`` is that
   mean alone, ``bounds`` the interval alone.
 
+A row counts by what ran: its commit. ``LOST`` are commits that rows name and that are not in the history, so that
+nobody can look up what ran; ``rows`` leaves such rows out unless asked for them, and a figure or a table line made of
+one ends in ``†``. A difference of two runs is of one code: a pair whose rows have two sources is refused, and one of
+two commits, from before rows had a source, makes the figure end in ``‡``. A row with a source and uncommitted edits is
+refused; of older rows, whose mark counts results that were being written as edits, ``make_figures.origins`` says how
+many a finding has.
+
 A field in another is ``OUTER.INNER`` (``final.reward/accuracy``). Of a lab only finished cells are rows.
 """
 
@@ -24,6 +31,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+# Commits that rows name and that are not in the history (a test asks git). Only rows older than ``source`` may.
+LOST = frozenset({
+    "16014c316482", "20ba512f0201", "356b439fdf79", "3b44753d887f", "3d28539de23d", "58e6d54ceaf1", "84344095cf7e",
+    "8498bb59b428", "995e26f17142",
+})  # fmt: skip
+# Rows older than ``source`` that are known to be of another kernel than the others of their file, by commit: it summed
+# a gradient in another order.
+KERNELS = {("lab/clipping", "a7534b8936fc"): "before", ("clipping_replaced", "a7534b8936fc"): "before"}
+GONE, TWO = "†", "‡"
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 Row = dict[str, Any]
 _QUERY = re.compile(
@@ -32,13 +48,31 @@ _QUERY = re.compile(
 _BOUNDS = (("{}_low", "{}_high"), ("quartile_low", "quartile_high"), ("low", "high"), ("min", "max"))
 
 
+def commit_of(row: Row) -> str | None:
+    """The commit of a row without the mark of uncommitted edits, which older rows have behind it."""
+    commit = row.get("commit")
+    return re.split("[-+]", commit)[0] if commit else None
+
+
+def is_lost(row: Row) -> bool:
+    """Whether nobody can look up what ran: it names a commit that is not in the history, or none."""
+    return "commit" in row and (row["commit"] is None or commit_of(row) in LOST)
+
+
+def marks(used: Sequence[Row]) -> str:
+    """What is printed behind anything made of these rows."""
+    return GONE if any(map(is_lost, used)) else ""
+
+
 @functools.cache
-def rows(file: str) -> tuple[Row, ...]:
-    """Every row of ``results/FILE.jsonl``, in the file's order; of a lab the cells that ran to their end."""
+def _read(file: str) -> tuple[Row, ...]:
     path = RESULTS / f"{file}.jsonl"
     if not path.is_file():
         raise SystemExit(f"there is no {path.relative_to(RESULTS.parent)}")
     found = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in found:
+        if row.get("dirty") or row.get("source_changed"):
+            raise SystemExit(f"{file}.jsonl: a row of uncommitted or changed code ({row['time']}) is no result")
     if file.startswith("lab/"):
         return tuple(row for row in found if row.get("status") == "finished")
     if file == "final_policy":
@@ -46,9 +80,43 @@ def rows(file: str) -> tuple[Row, ...]:
     return tuple(found)
 
 
-def select(file: str, where: dict[str, str]) -> list[Row]:
+@functools.cache
+def rows(file: str, lost: bool = False) -> tuple[Row, ...]:
+    """Every row of ``results/FILE.jsonl``, in the file's order; of a lab the cells that ran to their end. ``lost``:
+    those too that ``is_lost``; who asks for them prints ``marks``."""
+    return tuple(row for row in _read(file) if lost or not is_lost(row))
+
+
+def select(file: str, where: dict[str, str], lost: bool = False) -> list[Row]:
     """The rows in which every key has one of its values, written ``A|B``."""
-    return [row for row in rows(file) if all(str(row.get(key)) in value.split("|") for key, value in where.items())]
+    return _noted([r for r in rows(file, lost) if _is_such(r, where)])
+
+
+def _such(file: str, where: dict[str, str]) -> list[Row]:
+    return [row for row in rows(file, lost=True) if _is_such(row, where)]
+
+
+def _is_such(row: Row, where: dict[str, str]) -> bool:
+    return all(str(row.get(key)) in value.split("|") for key, value in where.items())
+
+
+_seen: list[Row] | None = None
+
+
+def _noted(used: list[Row]) -> list[Row]:
+    if _seen is not None:
+        _seen.extend(used)
+    return used
+
+
+def used_by(make: Callable[[], str]) -> tuple[str, list[Row]]:
+    """A figure, and the rows that it was made of: those that it selected."""
+    global _seen
+    _seen = []
+    try:
+        return make(), _seen
+    finally:
+        _seen = None
 
 
 def field(row: Row, name: str) -> Any:
@@ -59,17 +127,34 @@ def field(row: Row, name: str) -> Any:
     return row[outer][inner]
 
 
-def over_seeds(file: str, where: dict[str, str], name: str) -> dict[int, float]:
+def over_seeds(file: str, where: dict[str, str], name: str, lost: bool = False) -> dict[int, float]:
     """Seed -> the newest row's value."""
-    return {row["seed"]: field(row, name) for row in select(file, where)}
+    return {row["seed"]: field(row, name) for row in _noted(list(_by_seed(file, where, lost).values()))}
+
+
+def _by_seed(file: str, where: dict[str, str], lost: bool) -> dict[int, Row]:
+    """Seed -> the newest row."""
+    return {row["seed"]: row for row in rows(file, lost) if _is_such(row, where)}
+
+
+def pairs(file: str, where: dict[str, str]) -> list[tuple[Row, Row]]:
+    """Of each seed the newest rows of ``A`` and ``B``, where one value is ``A - B``; ``SystemExit`` where two codes
+    are known to have run them."""
+    ours, theirs = (_by_seed(file, side, lost=True) for side in _sides(where, " - "))
+    both = [(row, theirs[seed]) for seed, row in sorted(ours.items())]
+    _noted([row for pair in both for row in pair])
+    for one, other in both:
+        codes = [row.get("source") or KERNELS.get((file, commit_of(row) or "")) for row in (one, other)]
+        if codes[0] != codes[1]:
+            raise SystemExit(f"{file}.jsonl, seed {one['seed']}: two codes ran this pair ({codes[0]}, {codes[1]})")
+    return both
 
 
 def paired(file: str, where: dict[str, str], name: str) -> Any:
     """The mean over seeds of ``A``'s less ``B``'s, where one value is ``A - B``: an ``Estimate`` with its interval."""
     from mantissa.runs.groups import over_seeds as interval
 
-    ours, theirs = (over_seeds(file, side, name) for side in _sides(where, " - "))
-    return interval([value - theirs[seed] for seed, value in sorted(ours.items())])
+    return interval([field(one, name) - field(other, name) for one, other in pairs(file, where)])
 
 
 def _sides(where: dict[str, str], sign: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -125,12 +210,14 @@ _VERBS: dict[str, Callable[[Sequence[Row], str, str], str]] = {
 
 def _of_two(verb: str, file: str, where: dict[str, str], name: str, spec: str) -> str:
     if verb == "ratio":
-        ours, theirs = (field(select(file, side)[-1], name) for side in _sides(where, " / "))
-        return shown(ours / theirs, spec)
-    estimate = paired(file, where, name)
-    bounds = f"{shown(estimate.low, spec)}..{shown(estimate.high, spec)}"
+        ours, theirs = _noted([_such(file, side)[-1] for side in _sides(where, " / ")])
+        return shown(field(ours, name) / field(theirs, name), spec) + marks([ours, theirs])
+    both, estimate = pairs(file, where), paired(file, where, name)
+    bounds = "" if verb == "off" else f"{shown(estimate.low, spec)}..{shown(estimate.high, spec)}"
     mean = shown(estimate.value, spec)
-    return {"paired": f"{mean} ({bounds})", "off": mean, "bounds": bounds}[verb]
+    two = TWO if any(commit_of(one) != commit_of(other) for one, other in both) else ""
+    mark = marks([row for pair in both for row in pair]) + two
+    return {"paired": f"{mean} ({bounds})", "off": mean, "bounds": bounds}[verb] + mark
 
 
 def answer(query: str) -> str:
@@ -143,9 +230,11 @@ def answer(query: str) -> str:
     try:
         if verb in ("ratio", "paired", "off", "bounds"):
             return _of_two(verb, file, where, name, spec)
-        chosen = select(file, where)
+        chosen = _such(file, where)
         if not chosen:
             raise SystemExit(f"{query!r}: no row of {file}.jsonl is such")
-        return _VERBS[verb](chosen, name, spec)
+        chosen = list({row["seed"]: row for row in chosen}.values()) if verb in ("each", "seeds") else chosen
+        used = _noted(chosen[-1:] if verb in ("", "interval") else chosen)
+        return _VERBS[verb](chosen, name, spec) + marks(used)
     except (KeyError, IndexError, StopIteration, TypeError, ValueError) as error:
         raise SystemExit(f"{query!r} cannot be answered: {type(error).__name__}: {error}") from None

@@ -14,7 +14,7 @@ import torch
 
 from mantissa.base.errors import MantissaError
 from mantissa.bench import runner
-from mantissa.bench.rows import COLUMNS, Crossover, crossover, crossover_sentence, stamp, write_csv, write_jsonl
+from mantissa.bench.rows import COLUMNS, Crossover, common, crossover, crossover_sentence, write_csv, write_jsonl
 from mantissa.bench.runner import (
     SCENARIOS,
     Contender,
@@ -44,7 +44,7 @@ def setting(**changes: Any) -> tuple[Setting, list[str]]:
         "device": "cpu",
         "backend": "auto",
         "repeats": 2,
-        "common": stamp("cpu"),
+        "common": common("cpu"),
         "refuse": refused.append,
         "say": lambda line: None,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,10 @@ def some_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lab" / "one.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "plain.jsonl").write_text(json.dumps(row | {"value": 9.0}) + "\n" + json.dumps(row) + "\n")
     monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    measured._read.cache_clear()
     measured.rows.cache_clear()
     yield
+    measured._read.cache_clear()
     measured.rows.cache_clear()
 
 
@@ -186,3 +189,79 @@ def test_other_rows_draw_another_picture(plot: str, tmp_path: Path, monkeypatch:
 
 def test_no_picture_of_findings_is_left_over() -> None:
     assert {path.stem for path in make_plots.FOLDER.glob("*.svg")} == set(make_plots.PLOTS)
+
+
+def commits() -> dict[str, set[str]]:
+    """Commits that rows name -> of the files they are in, those where a row has a source too."""
+    found: dict[str, set[str]] = {}
+    for path in sorted(measured.RESULTS.rglob("*.jsonl")):
+        for row in map(json.loads, path.read_text().splitlines()):
+            if commit := measured.commit_of(row):
+                found.setdefault(commit, set()).update([path.name] if "source" in row else [])
+    return found
+
+
+def test_rows_name_commits_of_the_history_but_for_those_that_are_marked() -> None:
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+
+    try:
+        whole = git("rev-parse", "--is-shallow-repository").stdout.strip() == "false"
+    except FileNotFoundError:
+        whole = False
+    if not whole:
+        pytest.skip("needs the whole git history, not an archive or a shallow clone: git fetch --unshallow")
+    named = commits()
+    gone = {commit for commit in named if git("merge-base", "--is-ancestor", commit, "HEAD").returncode}
+    assert gone == measured.LOST, "measure again what cannot be reached; no commit is added to LOST"
+    assert not any(named[commit] for commit in gone), "a row with a source was measured at a commit that is kept"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_page_with_a_mark_says_what_it_means(page: Path) -> None:
+    text = page.read_text()
+    if measured.GONE in text or measured.TWO in text:
+        assert "#where-the-rows-come-from" in text
+
+
+CODE_A, CODE_B = (
+    {"commit": "a" * 12, "dirty": False, "source": "1"},
+    {"commit": "a" * 12, "dirty": False, "source": "2"},
+)
+
+
+@pytest.mark.usefixtures("some_rows")
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        (CODE_A, CODE_A, "+1.00"),
+        (CODE_A, CODE_B, "two codes"),
+        (CODE_A, {"commit": "a" * 12}, "two codes"),  # older: nobody knows that it is the same
+        ({"commit": "b" * 12}, {"commit": "b" * 12 + "-dirty"}, "+1.00"),
+        ({"commit": "b" * 12}, {"commit": "c" * 12}, "+1.00‡"),
+        ({"commit": "3d28539de23d"}, {"commit": "3d28539de23d"}, "+1.00†"),
+        ({"commit": None}, {"commit": None}, "+1.00†"),
+        (CODE_A, CODE_A | {"dirty": True}, "uncommitted"),
+        (CODE_A, CODE_A | {"source_changed": True}, "uncommitted"),
+    ],
+)
+def test_a_difference_is_of_one_code_that_can_be_looked_up(ours: Any, theirs: Any, said: str) -> None:
+    both = [{"cell": c, "seed": 0, "n": n, "time": ""} | code for c, n, code in (("a", 2.0, ours), ("b", 1.0, theirs))]
+    (measured.RESULTS / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in both))
+    query = "off two{cell=a - b}.n:+.2f"
+    if said[0] == "+":
+        assert measured.answer(query) == said
+    else:
+        with pytest.raises(SystemExit, match=said):
+            measured.answer(query)
+
+
+@pytest.mark.usefixtures("some_rows")
+def test_a_row_that_cannot_be_looked_up_is_had_by_those_alone_who_ask_for_it() -> None:
+    both = [{"n": 1, "commit": "3d28539de23d-dirty"}, {"n": 2, "commit": "b" * 12}]
+    (measured.RESULTS / "old.jsonl").write_text("".join(json.dumps(row) + "\n" for row in reversed(both)))
+    assert [row["n"] for row in measured.rows("old")] == [2]
+    assert [row["n"] for row in measured.select("old", {})] == [2]
+    assert measured.marks(measured.rows("old")) == ""
+    assert measured.marks(measured.rows("old", lost=True)) == "†"
+    assert measured.answer("old{}.n") == "1†"

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import small_run
 from mantissa.base.errors import MantissaError
 from mantissa.base.folders import locked
+from mantissa.base.provenance import CODE
 from mantissa.cli import app
 from mantissa.lab import Rows, disk, load_lab, run, run_lab, warm, write_page
 from mantissa.lab.page import answers
@@ -256,7 +257,7 @@ def test_a_lab_begins_only_as_it_was_committed_and_its_rows_and_page_say_so(
     began = ["2100-01-01T00:00:00+0000"]
     figures = {"reward/accuracy": 0.5, "max gap/k3_kl": 0.1}
     done = {"status": "finished", "seconds": 1.0, "final": figures, "curves": {}}
-    monkeypatch.setattr(run._Work, "row", lambda self, cell: done | {"time": began[0]})
+    monkeypatch.setattr(run._Work, "row", lambda self, cell: done | CODE.stamp | {"time": began[0]})
 
     def begin(**options: Any) -> Rows:
         lab = load_lab(path)
@@ -496,3 +497,33 @@ def test_a_lab_for_which_there_is_no_room_is_refused_before_anything_is_run(
     assert "8 of 8 cells failed" in str(begun_all_the_same.exception)
     monkeypatch.setattr(disk, "free", lambda lab: wanted)
     run_lab(lab, lab.cells, 2, lambda line: None, exploratory=True)
+
+
+def test_a_lab_goes_on_with_the_code_that_began_it_and_no_pair_is_of_two(
+    there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = filled({"fp32": [0.1, 0.5, 0.9], "x": [0.3, 0.6, 0.8]})
+    measure = rows.lab.final[0]
+    for cell in rows.lab.cells:  # older rows name no source, and are read as before
+        assert rows.finished(cell) is not None
+    with pytest.raises(MantissaError, match=r"another code ran a part of it \(older rows"):
+        run._check_code(rows.lab, rows)
+    for cell in rows.lab.cells:
+        other = cell.name == "x" and cell.seed == 1
+        rows.put(cell, (rows.of(cell) or {}) | {"source": "other" if other else CODE.source, "commit": "c"})
+    again = Rows(rows.lab)
+    assert len(again.all_finished) == 6
+    digests = {row["digest"] for row in again.all_finished}
+    assert len(digests) == 6
+    assert not digests & {cell.digest for cell in rows.lab.cells}, "a digest is of the code too"
+    found = again.difference(measure, "x", "fp32")
+    assert found is not None
+    assert found.seeds == 2
+    assert found.estimate.value == pytest.approx((0.2 - 0.1) / 2)
+    assert "1 pairs of a seed were left out: two codes ran them." in " ".join(answers(again))
+    with pytest.raises(MantissaError, match="source other, commit c"):
+        run._check_code(again.lab, again)
+    monkeypatch.setattr(CODE, "source", "other")
+    again.put(again.lab.cells[0], (again.of(again.lab.cells[0]) or {}) | {"source": "other"})
+    with pytest.raises(MantissaError, match="another code"):
+        run._check_code(again.lab, again)

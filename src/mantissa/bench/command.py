@@ -14,7 +14,7 @@ from mantissa.base.files import disk_errors, write_atomically
 from mantissa.bench.options import BenchConfig
 from mantissa.bench.plot import draw
 from mantissa.bench.profile import Profile, profile_runner
-from mantissa.bench.rows import SIMULATION, Row, crossover_sentences, stamp, write_csv, write_jsonl
+from mantissa.bench.rows import SIMULATION, Row, common, crossover_sentences, write_csv, write_jsonl
 from mantissa.bench.runner import SCENARIOS, Setting, engaged, run_scenario, run_size
 from mantissa.bench.workload import Source, called, factory_named, parse_size
 
@@ -62,7 +62,7 @@ def run_bench(config: BenchConfig, say: Callable[[str], None]) -> Result:
     if config.model is not None:
         called(config.model, factory_named(config.model))  # what is wrong with it is said before anything is made
     result = Result(new_folder(config.out, "bench", "bench.csv"))
-    setting = Setting(config.precision, config.device, config.backend, config.repeats, stamp(config.device),
+    setting = Setting(config.precision, config.device, config.backend, config.repeats, common(config.device),
                       result.refused.append, say)  # fmt: skip
     for name in config.scenarios:
         batch = config.batch or SCENARIO_BATCH

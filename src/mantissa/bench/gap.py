@@ -27,10 +27,11 @@ from torch import Tensor
 from mantissa.base.device import be_deterministic
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import own
+from mantissa.base.provenance import stamp
 from mantissa.base.seeds import derive_seed
 from mantissa.bench.command import new_folder
 from mantissa.bench.options import GapConfig
-from mantissa.bench.rows import Row, stamp, write_jsonl
+from mantissa.bench.rows import Row, write_jsonl
 from mantissa.kernels import learner_kernels, rollout_kernels
 from mantissa.mismatch.estimates import gap_estimates
 from mantissa.model import Decoder, Tokenizer, policy_weights

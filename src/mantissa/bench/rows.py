@@ -15,9 +15,9 @@ import torch
 
 from mantissa.base.files import write_atomically
 from mantissa.base.jsonl import in_words
+from mantissa.base.provenance import stamp
 from mantissa.bench.workload import short
 from mantissa.mismatch.intervals import Estimate
-from mantissa.runs.directory import environment
 from mantissa.runs.live import seconds_text
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ COLUMNS: dict[str, str] = {
     "precision": "requested",
     "active": "the format that computed, proved by the probe; always as requested, or the row is refused",
     "backend": "native: the device's own arithmetic; simulated: rounded in fp32",
-    "device": "the processor's name",
+    "device": "the processor's name, a CPU's with family, model and stepping",
     "model": "the factory, or the built-in family",
     "parameters": "trained parameters",
     "batch_size": "samples a step",
@@ -57,32 +57,22 @@ COLUMNS: dict[str, str] = {
     "threads": "torch's CPU threads",
     "torch": "version",
     "mantissa": "version",
-    "commit": "of the folder the command was started in; -changed with uncommitted edits; empty outside git",
+    "commit": "of the checkout that Mantissa was imported from, as it was then; empty where it is installed",
+    "dirty": "whether that code had uncommitted edits",
+    "source": "a hash of the package's files as they were imported",
+    "source_changed": "whether they were other files when the row was made",
+    "cpu_flags": "which of the instructions that numbers depend on the processor has",
+    "cpu_capability": "those that torch uses of them",
+    "settings": "environment variables by which libraries choose instructions and threads, where they are set",
     "evidence": "what the probe saw",
     "time": "when the row was made, UTC",
 }  # fmt: skip
 
 
-def stamp(device: str) -> Row:
+def common(device: str) -> Row:
     """What every row of one call has in common."""
-    about = environment()
     cuda = torch.device(device).type == "cuda"
-    about["device"] = torch.cuda.get_device_name(device) if cuda else "cpu"
-    return place(about) | {
-        "torch": torch.__version__,
-        "mantissa": about["versions"].get("mantissa"),
-        "memory_measure": "torch's allocator" if cuda else "resident memory of a fresh process",
-    }
-
-
-def place(about: Mapping[str, Any]) -> Row:
-    """Device, threads and commit of an environment, as a row has them."""
-    device, git = about.get("device"), about.get("git")
-    return {
-        "device": f"{about['cpu']} ({about['cpu_capability']})" if device == "cpu" else device,
-        "threads": about.get("threads"),
-        "commit": git["commit"][:12] + ("-changed" if git["changed"] else "") if git else None,
-    }
+    return stamp(device) | {"memory_measure": "torch's allocator" if cuda else "resident memory of a fresh process"}
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -109,7 +109,7 @@ def _sampled(
 def _rows(found: Tuned, model: str, device: str, seed: int, max_tokens: int) -> list[dict[str, object]]:
     from datetime import UTC, datetime
 
-    from mantissa.bench.rows import stamp
+    from mantissa.base.provenance import stamp
 
     common = {
         "model": model,

@@ -12,8 +12,8 @@ from datetime import datetime
 from typing import Any
 
 from mantissa.base.errors import MantissaError
+from mantissa.base.provenance import git
 from mantissa.lab.plan import Lab
-from mantissa.runs.directory import git
 
 Mark = dict[str, Any]  # of a row: lab_commit and lab_committed, its time; both None where exploratory
 EXPLORATORY: Mark = {"lab_commit": None, "lab_committed": None}

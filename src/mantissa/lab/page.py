@@ -38,12 +38,13 @@ def answers(rows: Rows) -> list[str]:
 
 def _answer(rows: Rows, measure: Measure) -> str:
     differing, alike, unknown = [], [], []
-    compared, table = 0, rows.table(measure)
+    compared, mixed = 0, 0
     for name in rows.reported:
         control = rows.lab.control_of(name)
         if control is None:
             continue
-        found = table.difference(name, control)
+        mixed += len(rows.of_two_codes(name, control))
+        found = rows.difference(measure, name, control)
         if found is None or found.apart is None:
             unknown.append(name)
             continue
@@ -60,6 +61,8 @@ def _answer(rows: Rows, measure: Measure) -> str:
         said.append(f"{listed(alike)} cannot be told apart from {_controls(rows.lab, alike)}.")
     if unknown:
         said.append(f"Nothing can be said of {listed(unknown)}: fewer than two seeds of both, or not finite.")
+    if mixed:
+        said.append(f"{mixed} pairs of a seed were left out: two codes ran them.")
     if compared >= 10:
         said.append(f"Of {compared} comparisons {compared * (1 - LEVEL):.1f} would seem to differ by chance alone.")
     return " ".join(said)
@@ -143,7 +146,7 @@ def _how(lab: Lab) -> str:
 def _where(rows: Rows, finished: Sequence[Row]) -> str:
     total = len(rows.lab.cells)
     said = [f"{len(finished)} of {total} cells finished, {len(rows.lab.file.seeds)} seeds"]
-    for key, what in (("device", ""), ("threads", "threads "), ("commit", "commit ")):
+    for key, what in (("device", ""), ("threads", "threads "), ("commit", "commit "), ("source", "source ")):
         found = [str(value) for value, _ in Counter(row.get(key) for row in finished).most_common()]
         said += [f"{what}{' and '.join(found)}"] if found else []
     torch = sorted({str((row.get("versions") or {}).get("torch")) for row in finished} - {"None"})
@@ -160,11 +163,11 @@ def _figures(rows: Rows) -> Block:
 
 
 def _differences(rows: Rows) -> Block:
-    lines, tables = [], [rows.table(measure) for measure in rows.lab.final]
+    lines = []
     for name in rows.reported:
         control = rows.lab.control_of(name)
         if control is not None:
-            found = [table.difference(name, control) for table in tables]
+            found = [rows.difference(measure, name, control) for measure in rows.lab.final]
             shown = (_estimate(d.estimate, "x " if d.ratio else "") if d else page.NOT_LOGGED for d in found)
             lines.append([f"{name} against {control}", *shown])
     return page.table(["difference", *map(_title, rows.lab.final)], lines, ["n"] * (1 + len(rows.lab.final)))

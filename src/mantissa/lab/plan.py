@@ -115,7 +115,8 @@ class LabFile(Config):
 class Cell:
     """One run of a lab. ``values``: what it has on each axis; ``settings``: all keys that it changes in the base.
 
-    ``digest`` is of everything that its numbers depend on, as its recipe says it: equal digests are the same run.
+    ``digest`` is of everything that its recipe says; ``run_digest`` of that and of the code that ran it: equal ones are
+    the same run.
     """
 
     name: str
@@ -128,6 +129,10 @@ class Cell:
     @property
     def folder(self) -> str:
         return f"{self.name}-seed{self.seed}"
+
+    def run_digest(self, source: str | None) -> str:
+        """``source``: a hash of the package's files (``provenance``), None where a row is older than that."""
+        return self.digest if source is None else digest_of({"recipe": self.digest, "source": source})
 
 
 @dataclass(frozen=True)

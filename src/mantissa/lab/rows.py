@@ -2,7 +2,8 @@
 
 The file begins with the registration: the question and what was expected, with the time and the commit, written before
 the first cell was run and never again. A row has the cell's name, seed and digest, its status, its figures, its curves
-thinned to points, and where it was run. A number that is not finite is a string in the file, and a float here.
+thinned to points, the code that ran it, and where. A number that is not finite is a string in the file, and a float
+here.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from mantissa.base.bounds import boundary, number, require_plain
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import disk_errors, write_atomically
 from mantissa.base.jsonl import from_words, in_words
+from mantissa.base.provenance import CODE, stamp
 from mantissa.base.readers.json import read_rows
-from mantissa.bench.rows import place, stamp
 from mantissa.lab.plan import Cell, Lab, Measure
 from mantissa.runs.compare import ENDS
-from mantissa.runs.directory import RunDirectory
-from mantissa.runs.groups import SeedTable
+from mantissa.runs.directory import RunDirectory, place
+from mantissa.runs.groups import Difference, SeedTable
 from mantissa.runs.metrics import binned, series
 
 Row = dict[str, Any]
@@ -52,7 +53,7 @@ class Rows:
         """Before the first run: what is asked and expected, if that was not written before, and the file's commit."""
         if self.registered:
             return
-        about = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "commit": stamp("cpu")["commit"]}
+        about = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **CODE.stamp}
         said = {"lab": self.lab.name, "question": self.lab.file.question, "expect": self.lab.file.expect}
         self.registered = said | about | (mark or {})
         self._write()
@@ -60,7 +61,7 @@ class Rows:
     def of(self, cell: Cell) -> Row | None:
         """The row of this very run: one that another recipe made is none."""
         row = self._of.get(cell.folder)
-        return row if row is not None and row.get("digest") == cell.digest else None
+        return row if row is not None and row.get("digest") == cell.run_digest(row.get("source")) else None
 
     def finished(self, cell: Cell) -> Row | None:
         row = self.of(cell)
@@ -79,8 +80,9 @@ class Rows:
 
     def put(self, cell: Cell, row: Row) -> None:
         """Add or replace a cell's row; the file is then the old one or the new one."""
-        about = {"cell": cell.name, "seed": cell.seed, "values": cell.values, "digest": cell.digest}
-        self._of[cell.folder] = about | row
+        digest = cell.run_digest(row.get("source"))
+        about = {"cell": cell.name, "seed": cell.seed, "values": cell.values, "digest": digest}
+        self._of[cell.folder] = about | row | about
         self._write()
 
     def figure(self, name: str, measure: Measure) -> dict[int, float]:
@@ -92,6 +94,21 @@ class Rows:
     def table(self, measure: Measure) -> SeedTable:
         """A figure of every cell by seed."""
         return SeedTable({name: self.figure(name, measure) for name in self.lab.names}, measure.spans_decades)
+
+    def difference(self, measure: Measure, name: str, control: str) -> Difference | None:
+        """A cell's figure against its control's, over the seeds in which one code ran both."""
+        apart = self.of_two_codes(name, control)
+        ours = {seed: value for seed, value in self.figure(name, measure).items() if seed not in apart}
+        table = SeedTable({name: ours, control: self.figure(control, measure)}, measure.spans_decades)
+        return table.difference(name, control)
+
+    def of_two_codes(self, name: str, control: str) -> set[int]:
+        """The seeds in which a cell and its control were run by two sources of the package: no pairs."""
+        ran: dict[str, dict[int, Any]] = {name: {}, control: {}}
+        for cell in self.lab.cells:
+            if cell.name in ran and (row := self.finished(cell)):
+                ran[cell.name][cell.seed] = row.get("source")
+        return {seed for seed in ran[name] if seed in ran[control] and ran[name][seed] != ran[control][seed]}
 
     def curve(self, name: str, metric: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Steps, and a row of values for each seed, at the points that all of them have; None without any."""
@@ -159,7 +176,8 @@ def row_of_run(lab: Lab, run: RunDirectory) -> Row:
 def row_of_gap(lab: Lab, row: Row) -> Row:
     """What ``mantissa gap`` found of one pair."""
     figures = {measure.text: row.get(measure.metric) for measure in lab.measures}
-    kept = ("device", "threads", "commit", "time", "tokens", "completions", "kernels", "engine", "parameters")
+    own = ("device", "threads", "commit", "time", "tokens", "completions", "kernels", "engine", "parameters")
+    kept = (*own, *(key for key in stamp() if key in row and key not in own))
     seconds = row["sample_seconds"] + row["score_seconds"]
     return {"status": DONE, "seconds": seconds, "final": figures, "curves": {}} | {key: row[key] for key in kept}
 

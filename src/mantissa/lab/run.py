@@ -26,6 +26,7 @@ from mantissa.base.environ import LAUNCHER
 from mantissa.base.errors import MantissaError, StoppedError
 from mantissa.base.files import disk_errors, own, write_atomically
 from mantissa.base.folders import locked
+from mantissa.base.provenance import CODE
 from mantissa.base.readers.json import parse_json, read_json
 from mantissa.lab.committed import EXPLORATORY, committed
 from mantissa.lab.disk import require_room
@@ -45,12 +46,14 @@ def run_lab(
 ) -> Rows:
     """Run what is not finished of ``cells``; returns the lab's rows. ``MantissaError`` before anything is run where the
     lab's file is not committed and this is not ``exploratory``, where a folder holds another run than the file says,
-    where another process is at work on this lab, or, with ``space_check``, where the disk has less room than they
-    take."""
+    where another code began a part of it, where another process is at work on this lab, or, with ``space_check``, where
+    the disk has less room than they take."""
     with _at_work(lab):
         rows = Rows(lab)
         todo = [cell for cell in cells if rows.finished(cell) is None]
         mark = EXPLORATORY if exploratory or not todo else committed(lab)
+        if todo:
+            _check_code(lab, rows)
         for cell in todo:
             _check_folder(lab, cell)
         if space_check:
@@ -201,7 +204,8 @@ def _one_thread() -> dict[str, str]:
 
 def warm_folder(lab: Lab, warm: RunConfig) -> Path:
     """Where a warm start is: named by all that it depends on."""
-    return lab.folder / f"warm-seed{warm.seed}-{digest_of(warm.model_dump(mode='json', exclude_defaults=True))}"
+    content = {"source": CODE.source, "recipe": warm.model_dump(mode="json", exclude_defaults=True)}
+    return lab.folder / f"warm-seed{warm.seed}-{digest_of(content)}"
 
 
 def begun(lab: Lab, config: RunConfig) -> RunConfig:
@@ -231,6 +235,28 @@ def _same(there: Any, wanted: Any) -> bool:
     if isinstance(there, dict) and isinstance(wanted, dict):
         return all(_same(value, wanted.get(key)) for key, value in there.items())
     return bool(there == wanted)
+
+
+def _check_code(lab: Lab, rows: Rows) -> None:
+    """``MantissaError`` where another code than this ran a part of the lab: its cells could not be paired."""
+    begun = {row.get("source"): row.get("commit") for row in rows.all_finished}
+    for cell in lab.cells:
+        folder = lab.folder / cell.folder
+        if rows.finished(cell) is None and (folder / "config.yaml").is_file():
+            about = RunDirectory.open(folder).environment
+            begun[about.get("source")] = about.get("commit")
+        elif rows.finished(cell) is None and (folder / GAP_ROWS).is_file():
+            with boundary(folder / GAP_ROWS, "delete this folder to measure again"):
+                row = parse_json((folder / GAP_ROWS).read_text().splitlines()[0])
+                begun[row.get("source")] = row.get("commit")
+    other = next((source for source in begun if source != CODE.source), CODE.source)
+    if other != CODE.source:
+        named = f"source {other}, commit {begun[other]}" if other else "older rows, which do not name it"
+        raise MantissaError(
+            f"lab {lab.name}: another code ran a part of it ({named}; this is source {CODE.source}, commit "
+            f"{CODE.commit}), and a difference of its cells would be one of the codes: go on with that code, or give "
+            f"the lab file another name to run all of it anew; --page shows what is there"
+        )
 
 
 def _check_folder(lab: Lab, cell: Cell) -> None:

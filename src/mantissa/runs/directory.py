@@ -22,7 +22,6 @@ import json
 import os
 import platform
 import re
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,6 +35,7 @@ from mantissa.base.files import atomic_file, disk_errors, numbered, own, remove_
 from mantissa.base.folders import locked
 from mantissa.base.jsonl import JsonLines, Row
 from mantissa.base.processor import cpu_model
+from mantissa.base.provenance import git, stamp
 from mantissa.base.readers import parquet
 from mantissa.base.readers.json import as_json, read_json
 from mantissa.base.readers.yaml import RECORDED, read_yaml
@@ -420,15 +420,16 @@ def _counted(row: Row) -> bool:
 
 
 def environment() -> dict[str, Any]:
-    """Where a run takes place, as far as its numbers depend on it: versions, device, CPU, threads, platform, and the
-    git commit of the current folder where it is a checkout. No environment variables, addresses or user names.
+    """Where a run takes place, as far as its numbers depend on it: the stamp of its code and processor
+    (``provenance.stamp``), versions, device, platform, and the git commit of the current folder where it is a checkout.
+    Of environment variables those alone by which libraries choose instructions; no addresses or user names.
 
     Plain values, ready for ``RunDirectory.create`` (which expects the caller to add ``precision``, the rows of
     ``ResolvedPrecision``).
     """
     import torch
 
-    return {
+    return stamp() | {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "python": platform.python_version(),
         "versions": {"mantissa": __version__} | {name: found for name in _PACKAGES if (found := _version(name))},
@@ -436,11 +437,19 @@ def environment() -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "cpu": cpu_model(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
         "git": git_state(),
     }
+
+
+def place(about: Mapping[str, Any]) -> dict[str, Any]:
+    """The stamp of a run's environment, as a row has it; of one older than the stamp what there is."""
+    if "source" not in about:
+        git = about.get("git")
+        old = git["commit"][:12] + ("-changed" if git["changed"] else "") if git else None
+        cpu = f"{about['cpu']} ({about['cpu_capability']})" if about.get("device") == "cpu" else about.get("device")
+        return {"device": cpu, "threads": about.get("threads"), "commit": old}
+    return {key: about[key] for key in stamp()} | {"device": about["cpu" if about["device"] == "cpu" else "device"]}
 
 
 def git_state(folder: Path | str = ".") -> dict[str, Any] | None:
@@ -449,15 +458,6 @@ def git_state(folder: Path | str = ".") -> dict[str, Any] | None:
     if commit is None:
         return None
     return {"commit": commit, "changed": bool(git(folder, "status", "--porcelain", "--untracked-files=no"))}
-
-
-def git(folder: Path | str, *arguments: str) -> str | None:
-    """What git says in a folder; None where it fails, or is not installed."""
-    try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _version(package: str) -> str | None:
