@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import os
 import struct
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -127,6 +129,49 @@ def test_rotary_scaling(metadata: dict[str, Any], scaled: bool, expected: RopeSc
     extra = {"rope_freqs.weight": factors(decoder)} if scaled else {}
     found = load_model(write_gguf(tmp_path / "a.gguf", decoder, metadata=metadata, change=lambda t: t.update(extra)))
     assert found.config.rope_scaling == expected
+
+
+def architecture_keys() -> set[str]:
+    """The keys of an architecture that the gguf package knows, without its name."""
+    groups = [value for value in vars(gguf.Keys).values() if isinstance(value, type)]
+    known = [key for group in groups for key in vars(group).values() if isinstance(key, str)]
+    return {key.removeprefix("{arch}.") for key in known if key.startswith("{arch}.")} | {"rope.scale_linear"}
+
+
+# What a key does to the shape when it takes another value, and that value; None: nothing, or a refusal of its own.
+GGUF_KEYS: dict[str, tuple[Any, dict[str, Any] | None]] = {
+    "context_length": (99, {"max_position_embeddings": 99}),
+    "attention.layer_norm_rms_epsilon": (0.25, {"rms_norm_eps": 0.25}),
+    "rope.freq_base": (5e5, {"rope_theta": 5e5}),
+    "rope.scale_linear": (4.0, {"rope_scaling": RopeScaling("linear", 4.0)}),
+    "rope.scaling.factor": (2.0, {"rope_scaling": RopeScaling("linear", 2.0)}),
+    "rope.scaling.original_context_length": (99, {}),  # of yarn, which is refused, and of Llama 3.1's factors
+    "rope.scaling.finetuned": (True, {}),  # says how the model was made
+    "rope.scaling.type": ("yarn", None),
+    "rope.dimension_count": (32, None),
+    "attention.value_length": (32, None),
+    "attention.key_length": (32, None),
+    "attention.head_count": (8, None),
+    "attention.head_count_kv": (4, None),
+    "block_count": (2, None),
+    "embedding_length": (128, None),
+    "feed_forward_length": (128, None),
+    "vocab_size": (289, None),
+}
+
+
+def test_every_key_of_an_architecture_acts_or_is_refused(tmp_path: Path) -> None:
+    """The keys are the gguf package's: one that a later version knows is refused too, or this names it."""
+    decoder = gguf_decoder("llama", num_hidden_layers=1, hidden_size=64, head_dim=16, intermediate_size=64)
+    for key in architecture_keys() | set(GGUF_KEYS):
+        value, changes = GGUF_KEYS.get(key, (7, None))
+        path = write_gguf(tmp_path / "a.gguf", decoder, metadata={f"llama.{key}": value})
+        if changes is None:
+            with pytest.raises(MantissaError):
+                load_model(path)
+        else:
+            assert load_model(path).config == dataclasses.replace(decoder.config, **changes), key
+    assert len(architecture_keys()) > 60
 
 
 @pytest.mark.parametrize(("family", "pre"), [("llama", "llama-bpe"), ("llama", "smollm"), ("qwen2", "qwen2")])

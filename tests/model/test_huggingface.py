@@ -123,7 +123,7 @@ def put(name: str, tensor: Tensor) -> Callable[..., object]:
     [
         (lambda t: t.pop(NORM), f"tensor {NORM} missing"),
         (lambda t: [t.pop(UP.format(i)) for i in (0, 1)], f"tensor {UP.format(0)} and 1 more missing"),
-        (put("score.weight", torch.ones(2)), "unexpected tensor score.weight"),
+        (put("score.weight", torch.ones(2)), "unexpected tensor score.weight: the model was saved with another head"),
         (put(BIAS, torch.ones(16)), f"unexpected tensor {BIAS}"),
         (put(NORM, torch.ones(15)), f"tensor {NORM} has shape (15,), but its settings ask for (16,)"),
         (lambda t: t[NORM][3:5].fill_(float("nan")), f"tensor {NORM} has 2 values that are not"),
@@ -139,6 +139,49 @@ def test_weights_that_are_not_this_models(change: Callable[..., object], message
     assert message in refusal(folder)
 
 
+def renamed(change: Callable[[str], str]) -> Callable[..., object]:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        named = {change(name): tensor for name, tensor in tensors.items()}
+        tensors.clear()
+        tensors.update(named)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (lambda name: f"_orig_mod.{name}", "as torch.compile wraps it; save the model inside"),
+        (lambda name: name.replace("model.layers.1", "model.layers.1._orig_mod"), "as torch.compile wraps it"),
+        (lambda name: f"module.{name}", "as DistributedDataParallel (or DeepSpeed) wraps it"),
+        (lambda name: f"module._orig_mod.{name}", "as torch.compile wraps it"),
+        (lambda name: f"_fsdp_wrapped_module.{name}", "as FullyShardedDataParallel wraps it"),
+        (lambda name: name.replace("layers.0", "layers.0._checkpoint_wrapped_module"), "activation checkpointing"),
+        (lambda name: f"base_model.model.{name}", "peft's adapters beside its weights; merge them first"),
+        (lambda name: f"_orig_mod.base_model.model.{name}", "peft's adapters beside its weights; merge them first"),
+        (lambda name: name.replace("q_proj", "q_proj.base_layer"), "peft's adapters beside its weights"),
+        (lambda name: name.removeprefix("model."), "saved without its head, as AutoModel loads it"),
+    ],
+)
+def test_a_model_that_was_saved_inside_something_else(change: Callable[[str], str], cause: str, folder: Path) -> None:
+    edit(folder, renamed(change))
+    assert cause in refusal(folder)
+
+
+def test_the_names_that_torch_gives_to_what_wraps_a_module(decoder: Decoder) -> None:
+    """The names above are torch's own."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    wrapped = {
+        "_orig_mod": torch.compile(decoder, backend="eager"),
+        "module": torch.nn.DataParallel(decoder),
+        "_checkpoint_wrapped_module": checkpoint_wrapper(decoder),
+    }
+    for name, module in wrapped.items():
+        assert name in [child for child, _ in module.named_children()]
+        assert name in huggingface._WRAPPED
+
+
 def test_what_is_stored_without_being_a_weight(decoder: Decoder, folder: Path) -> None:
     def add(tensors: dict[str, Tensor]) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -150,7 +193,7 @@ def test_what_is_stored_without_being_a_weight(decoder: Decoder, folder: Path) -
 
 def test_an_untied_head_must_be_stored(folder: Path) -> None:
     edit_config(folder, tie_word_embeddings=False)
-    assert "tensor lm_head.weight missing" in refusal(folder)
+    assert "set tie_word_embeddings to true in config.json" in refusal(folder)
 
 
 def test_folders_that_are_not_whole(folder: Path, decoder: Decoder, tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -22,7 +22,12 @@ qwen3_moe    ``attention_bias``              ``attention_bias``            never
 In the last two some layers' feed-forward block is a mixture of experts (``experts.py``).
 
 Rotary settings have two layouts: ``rope_theta`` beside ``rope_scaling`` (transformers 4), and both inside
-``rope_parameters`` (transformers 5). Both are read; both are written, so that either version and vLLM read the same.
+``rope_parameters`` (transformers 5, which takes them inside ``rope_scaling`` too). All are read, and what a file says
+twice must agree; both layouts are written, so that either version and vLLM read the same.
+
+Without influence on a forward pass, whatever they say, are the keys of generation and tokenizer (``bos_token_id``,
+``pad_token_id``, ...), of outputs (``use_cache``, ``output_attentions``, ...), of storage (``dtype``), of new weights
+(``initializer_range``), of other heads (``num_labels``, ...) and of other rotary types (``beta_fast``, ...).
 """
 
 from __future__ import annotations
@@ -254,12 +259,16 @@ class FreshModelConfig(Config):
         )  # fmt: skip
 
 
+_ORIGINAL = "original_max_position_embeddings"
 _DEFAULT_THETA = 10000.0  # what transformers takes where a config names no rope_theta
 _QWEN3_HEAD_DIM = 128  # likewise for qwen3 and head_dim
-# Settings of other definitions: named here because a file that has them asks for numbers we would not produce.
+# Settings of other definitions: named here because a file that has them asks for numbers we would not produce. The
+# last line names other files, other settings and other names of settings, which transformers would read instead.
 _UNSUPPORTED = str.split("""
     quantization_config compression_config attn_logit_softcapping final_logit_softcapping logit_scale logits_scaling
-    residual_multiplier embedding_multiplier attention_multiplier per_layer_config no_rope_layers
+    residual_multiplier embedding_multiplier attention_multiplier per_layer_config no_rope_layers attention_chunk_size
+    kv_sharing_modes
+    configuration_files transformers_weights text_config decoder generator attribute_map _rope_type_labels
 """)
 # Fields of ``ModelConfig`` that a file has under the same name.
 _WRITTEN = str.split("""
@@ -320,7 +329,7 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
     in transformers has no switch for what the config asks (a llama with q/k norms).
     """
     _require_expressible(config)
-    fields = {k: v for k, v in config.origin.items() if k not in ("rope_scaling", "_name_or_path")}
+    fields = {k: v for k, v in config.origin.items() if k not in ("rope_scaling", _ORIGINAL, "_name_or_path")}
     fields |= {name: getattr(config, name) for name in _WRITTEN}
     if config.family == "qwen2_moe":
         fields["qkv_bias"] = config.qkv_bias
@@ -457,8 +466,8 @@ def _refuse_unsupported(fields: Fields) -> None:
     if not isinstance(layer_types, list):
         raise fields.error(f"layer_types={layer_types!r}: expected a list with the kind of each layer")
     other = sorted({str(kind) for kind in layer_types} - {"full_attention"})
-    if other or (not layer_types and _slides(raw)):
-        kinds = f"layer_types has {', '.join(other)}" if other else "use_sliding_window is true"
+    if other or _slides(raw):
+        kinds = f"layer_types has {', '.join(other)}" if other else _WINDOW[raw.get("model_type") == "llama"]
         raise fields.error(f"{kinds}, but only full attention is supported; sliding windows would change the numbers")
     if layer_types and len(layer_types) != raw.get("num_hidden_layers"):
         raise fields.error(f"layer_types has {len(layer_types)} entries for {raw.get('num_hidden_layers')} layers")
@@ -468,36 +477,61 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise fields.error("auto_map asks for modelling code of its own, which is never run here; use a plain model")
 
 
+_WINDOW = ("use_sliding_window is true", "sliding_window is set")
+
+
 def _slides(raw: Mapping[str, Any]) -> bool:
-    """Whether some layer of a qwen slides its window; absent keys mean what transformers takes for them."""
-    if raw.get("model_type") == "qwen3_moe":  # all of its layers would
-        return bool(raw.get("use_sliding_window")) and raw.get("sliding_window", 4096) is not None
-    if raw.get("model_type") == "llama" or not raw.get("use_sliding_window") or raw.get("sliding_window", 4096) is None:
+    """Whether some layer slides its window; absent keys mean what transformers takes for them.
+
+    A llama's forward knows no window, yet its cache (and vLLM) keeps only what ``sliding_window`` says.
+    """
+    family, asked = raw.get("model_type"), bool(raw.get("use_sliding_window"))
+    if family == "llama":
+        return raw.get("sliding_window") is not None
+    window = raw.get("sliding_window", 4096) is not None
+    if family == "qwen3_moe":  # all layers would, whatever layer_types says
+        return asked and window
+    if raw.get("layer_types") or not asked:
         return False
-    return raw.get("max_window_layers", 28) < raw.get("num_hidden_layers", 0)
+    first = raw.get("max_window_layers", 28)
+    # qwen2_moe slides every second layer before that one, the others all layers from it on
+    return first > 0 if family == "qwen2_moe" else window and first < raw.get("num_hidden_layers", 0)
 
 
 def _rotary(fields: Fields) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, from either layout; where a file has both they must agree."""
-    old, new = dict(fields.table("rope_scaling")), dict(fields.table("rope_parameters"))
-    nested = next((key for key, value in new.items() if isinstance(value, Mapping)), None)
-    if nested is not None:  # transformers takes the default for such a llama, and fails on such a qwen3
-        raise fields.error(f"rope_parameters has settings for {nested!r} alone; expected one for all layers")
-    theta = new.pop("rope_theta", None)
-    outer = fields.raw.get("rope_theta")
-    if theta is not None and outer is not None and theta != outer:
-        raise fields.error(f"rope_theta is {outer} but rope_parameters says {theta}; remove one")
-    found = [_scaling(table, fields) for table in (old, new) if table]
-    if len(found) == 2 and found[0] != found[1]:
-        raise fields.error("rope_scaling and rope_parameters disagree; remove one")
-    for table in (fields.raw, old, new):
+    """Base and scaling, wherever the file says them; what it says twice must agree.
+
+    transformers reads ``rope_parameters`` only where there is no ``rope_scaling``, and a base beside them last.
+    """
+    tables = {key: table for key in ("rope_scaling", "rope_parameters") if (table := fields.table(key))}
+    for key, table in tables.items():
+        nested = next((name for name, value in table.items() if isinstance(value, Mapping)), None)
+        if nested is not None:  # transformers takes the default for such a llama, and fails on such a qwen3
+            raise fields.error(f"{key} has settings for {nested!r} alone; expected one for all layers")
+    for table in (fields.raw, *tables.values()):
         if table.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
             raise fields.error(
                 "partial_rotary_factor below 1 is not supported; every feature of a head is rotated here"
             )
-    theta = _DEFAULT_THETA if theta is None and outer is None else (outer if theta is None else theta)
-    base = Fields({"rope_theta": theta}, fields.where).positive("rope_theta")
+    base = Fields({"rope_theta": _theta(fields, tables)}, fields.where).positive("rope_theta")
+    found = [_scaling(table, fields) for table in tables.values()]
+    if len(found) == 2 and found[0] != found[1]:
+        raise fields.error("rope_scaling and rope_parameters disagree; remove one")
     return base, found[0] if found else None
+
+
+def _theta(fields: Fields, tables: Mapping[str, Mapping[str, Any]]) -> Any:
+    """The base of the wavelengths. ``tables``: the rotary ones that the file has."""
+    said = [("rope_theta is", fields.raw.get("rope_theta"))]
+    said += [(f"{key} says", table.get("rope_theta")) for key, table in tables.items()]
+    known = [(words, value) for words, value in said if value is not None]
+    if "rope_scaling" in tables and [words for words, _ in known] == ["rope_parameters says"]:
+        known.insert(0, ("without one beside it rope_scaling means a rope_theta of", _DEFAULT_THETA))
+    first, theta = known[0] if known else ("", _DEFAULT_THETA)
+    for other, differing in known[1:]:
+        if differing != theta:
+            raise fields.error(f"{first} {theta} but {other} {differing}; remove one")
+    return theta
 
 
 def _scaling(table: Mapping[str, Any], fields: Fields) -> RopeScaling | None:
@@ -509,12 +543,15 @@ def _scaling(table: Mapping[str, Any], fields: Fields) -> RopeScaling | None:
         return RopeScaling("linear", inner.positive("factor"))
     if kind != "llama3":
         raise fields.error(f"rotary scaling of type {kind!r} is not supported; expected default, linear or llama3")
-    original = table.get("original_max_position_embeddings", fields.raw.get("max_position_embeddings"))
     low, high = inner.positive("low_freq_factor"), inner.positive("high_freq_factor")
     if high <= low:
         raise inner.error(f"high_freq_factor={high} must be above low_freq_factor={low}")
-    context = Fields({"original_max_position_embeddings": original}, inner.where)
-    return RopeScaling("llama3", inner.positive("factor"), low, high, context.size("original_max_position_embeddings"))
+    said, outer = table.get(_ORIGINAL), fields.raw.get(_ORIGINAL)  # transformers prefers the one beside the table
+    if said is not None and outer is not None and said != outer:
+        raise fields.error(f"{_ORIGINAL} is {outer} but the rotary scaling says {said}; remove one")
+    original = next((one for one in (said, outer) if one is not None), fields.raw.get("max_position_embeddings"))
+    context = Fields({_ORIGINAL: original}, inner.where)
+    return RopeScaling("llama3", inner.positive("factor"), low, high, context.size(_ORIGINAL))
 
 
 def _scaling_fields(scaling: RopeScaling | None) -> dict[str, Any]:
@@ -524,7 +561,7 @@ def _scaling_fields(scaling: RopeScaling | None) -> dict[str, Any]:
     if scaling.kind == "linear":
         return fields
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    original = {"original_max_position_embeddings": scaling.original_context}
+    original = {_ORIGINAL: scaling.original_context}
     return fields | {"low_freq_factor": low, "high_freq_factor": high} | original
 
 

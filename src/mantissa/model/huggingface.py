@@ -34,6 +34,21 @@ from mantissa.model.tokenizer import Tokenizer
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ROTARY_BUFFER = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Parts of a tensor's name that say what was saved in the model's place, and the way out. peft's come first: what was
+# compiled or sharded with adapters inside has other weights than its base.
+_ADAPTED = (
+    "with peft's adapters beside its weights; merge them first (model.merge_and_unload()), or give the folder that "
+    "peft's own save_pretrained writes"
+)
+_ANOTHER_HEAD = "with another head than the vocabulary's, as reward and value models have; give the policy's folder"
+_WRAPPED = {
+    **dict.fromkeys(("base_model", "base_layer", "lora_A", "lora_B", "modules_to_save"), _ADAPTED),
+    **dict.fromkeys(("score", "v_head"), _ANOTHER_HEAD),
+    "_orig_mod": "as torch.compile wraps it; save the model inside (model._orig_mod)",
+    "module": "as DistributedDataParallel (or DeepSpeed) wraps it; save the model inside (model.module)",
+    "_fsdp_wrapped_module": "as FullyShardedDataParallel wraps it; save the model's own full state dict",
+    "_checkpoint_wrapped_module": "with activation checkpointing around its layers; save it without",
+}
 # What save_model may replace: the files of a model's folder. A folder that holds anything else is left alone.
 _OURS = re.compile(
     r"config\.json|digests\.json|generation_config\.json|.*\.safetensors|model\.safetensors\.index\.json|tokenizer.*\.json"
@@ -84,15 +99,17 @@ def copy_weights(decoder: Decoder, tensors: Iterator[tuple[str, Tensor]], where:
         if _ROTARY_BUFFER.fullmatch(name):
             continue
         if name not in wanted:
-            raise MantissaError(
-                f"{where}: unexpected tensor {name}, which a {decoder.config.family} of this config does not have; "
-                "its settings and its weights do not belong together"
-            )
+            raise MantissaError(f"{where}: {_unexpected(name, wanted, decoder.config)}")
         if name in seen:
             raise MantissaError(f"{where}: tensor {name} is stored twice; fetch the model again")
         copy_stored(f"{where}: tensor {name}", stored, wanted[name], "its settings")
         seen.add(name)
     missing = sorted(set(wanted) - seen)
+    if missing == [_HEAD]:
+        raise MantissaError(
+            f"{where}: tensor {_HEAD} missing, and its settings do not say that it is the embedding; if it is, set "
+            "tie_word_embeddings to true in config.json; if not, the model was saved without its head: fetch it again"
+        )
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise MantissaError(
@@ -126,6 +143,23 @@ def save_model(
         tokenizer.save(temporary)
         (temporary / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
         write_digests(temporary, _write_weights(decoder, weights, temporary, shard_bytes))
+
+
+def _unexpected(name: str, wanted: Mapping[str, Tensor], config: ModelConfig) -> str:
+    """Why a tensor of this name is not among the wanted ones."""
+    parts = name.split(".")
+    if f"model.{name}" in wanted:
+        return (
+            f"unexpected tensor {name}: the model was saved without its head, as AutoModel loads it; save it as "
+            "AutoModelForCausalLM loads it"
+        )
+    for part, how in _WRAPPED.items():
+        if part in parts:
+            return f"unexpected tensor {name}: the model was saved {how}"
+    return (
+        f"unexpected tensor {name}, which a {config.family} of this config does not have; its settings and its weights "
+        "do not belong together"
+    )
 
 
 def _require_tied(head: Tensor, embedding: Tensor, where: str) -> None:
