@@ -16,7 +16,7 @@ import numpy as np
 
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.dump import Dump
-from mantissa.doctor.fillers import Filled, filled
+from mantissa.doctor.fillers import Filled, cleared, filled
 from mantissa.doctor.sample import (
     CERTAIN,
     FEWEST,
@@ -38,7 +38,7 @@ _WORST = 20.0  # nats: what is further apart counts as so much
 
 @dataclass(frozen=True)
 class Evidence:
-    """``usual``: the largest size of u of a healthy gap in its formats.
+    """``dump``: without its fillers. ``usual``: the largest size of u of a healthy gap in its formats.
 
     ``all``: every compared position; ``there``: bool [2, all], where the rollout and the learner have a number that
     is no filler; ``filled``: the fillers; ``zeros``: bool [all], where one side has a 0 that is no probability;
@@ -68,6 +68,7 @@ class Evidence:
                 zero |= (one == 0) & (other < -1e-3)
         zero &= x_there & y_there
         clean = found.where(x_there & y_there & ~zero)
+        dump = cleared(dump, found, fillers)
         return Evidence(dump, usual, found, np.stack([x_there, y_there]), fillers, zero, clean)
 
     @property

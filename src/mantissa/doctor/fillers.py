@@ -80,14 +80,20 @@ def _words(dump: Dump, found: Tokens, at: Array) -> Array:
 def without(dump: Dump) -> Dump:
     """The dump with no number where a side has a filler."""
     found, _, _ = tokens_of(dump)
-    where = filled(dump, found).where
+    return cleared(dump, found, filled(dump, found))
+
+
+def cleared(dump: Dump, found: Tokens, fillers: Filled) -> Dump:
+    """As ``without``, of what was ``filled``."""
     changed: dict[int, list[Array]] = {}
-    for side, marked in enumerate(where):
-        for number in np.unique(found.sequence[marked]).tolist():
-            at = found.position[marked & (found.sequence == number)]
-            each = dump.sequences[number]
-            rows = changed.setdefault(number, [each.rollout_logp.copy(), each.learner_logp.copy()])
-            rows[side][at] = np.nan
+    for side, marked in enumerate(fillers.where):
+        for number, at in zip(found.sequence[marked].tolist(), found.position[marked].tolist(), strict=True):
+            if number not in changed:
+                each = dump.sequences[number]
+                changed[number] = [each.rollout_logp.copy(), each.learner_logp.copy()]
+            changed[number][side][at] = np.nan
+    if not changed:
+        return dump
     return replace(dump, sequences=[
         replace(each, rollout_logp=changed[n][0], learner_logp=changed[n][1]) if n in changed else each
         for n, each in enumerate(dump.sequences)

@@ -124,10 +124,12 @@ def _unnormalised(e: Evidence) -> str:
     """The side, if one, whose log-probs are logits less their largest: 0 at the likeliest token and above the other."""
     both = e.there.all(0)
     x, y = e.all.x[both], e.all.y[both]
+    if not len(x):
+        return ""
     for name, one, other in (("rollout", x, y), ("learner", y, x)):
         zero, sure = np.abs(one) < _SAME, other > _SURE
-        above = (one - other > -6 * e.usual).mean() if len(one) else 0.0
-        bulk = ((other < -0.1) & zero).mean() if len(one) else 0.0
+        above = (one - other > -6 * e.usual).mean()
+        bulk = ((other < -0.1) & zero).mean()
         if zero.mean() < 0.9 and bulk > 0.03 and above > 0.97 and (not sure.any() or zero[sure].mean() > 0.95):
             return name
     return ""
