@@ -20,6 +20,7 @@ from mantissa.rl import resume
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config.recipe import make_config
 from mantissa.rl.config.run import RunConfig
+from mantissa.rl.learner import Learner
 from mantissa.rl.loop import Loop
 from mantissa.rl.warm_start import warm_start
 from mantissa.runs.directory import RunDirectory
@@ -162,11 +163,22 @@ def test_the_same_seed_gives_the_same_run_whatever_is_saved_and_another_seed_ano
     assert (first.checkpoint_steps(), again.checkpoint_steps()) == ([0, 2], [2])
 
 
-def test_a_run_that_has_ended_holds_no_room_on_the_disk(finished: Train) -> None:
-    """For a next checkpoint, which there is none of; nor has it left any other file that it was about to name."""
-    run = finished(*QUICK)
-    assert run.checkpoint_steps() == [0, 2]
-    assert [file.name for file in run.path.rglob("*") if file.name.startswith(".") or file.suffix == ".tmp"] == []
+def test_a_run_that_ends_early_gives_back_the_room_that_it_held(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the next checkpoint: held in every step, so that a disk that fills costs none, and by nobody afterwards."""
+    held: list[int] = []
+
+    def fails(*_: Any) -> None:
+        held.extend(file.stat().st_size for file in tmp_path.rglob("checkpoints/.reserve.tmp"))
+        raise MantissaError("the end")
+
+    monkeypatch.setattr(Learner, "learn", fails)
+    with pytest.raises(MantissaError, match="the end"):
+        train(*QUICK)
+    assert len(held) == 1
+    assert held[0] > 2**16
+    assert list(tmp_path.rglob("*.tmp")) == []
 
 
 def test_evaluation_comes_when_asked_and_at_the_end(train: Train) -> None:
