@@ -72,69 +72,65 @@ def adaptive_clip_(parameters: Iterable[Tensor], factor: float, eps: float = 1e-
             f"adaptive clipping: factor={factor}, eps={eps}: expected positive numbers (0.01 and 1e-3 are usual)"
         )
     with_grad = [p for p in parameters if p.grad is not None]
-    grads = [p.grad for p in with_grad if p.grad is not None]
-    if not grads:
+    if not with_grad:
         return torch.zeros((), dtype=torch.float32)
-    for parameter, grad in zip(with_grad, grads, strict=True):
-        _check_placements(parameter, grad)
-    for parameter, grad in zip(with_grad, grads, strict=True):
-        if grad.is_sparse:
-            parameter.grad = grad.coalesce()
-    grads = [p.grad for p in with_grad if p.grad is not None]
-    bounds = _unit_norms([_rows_of(p, grad) for p, grad in zip(with_grad, grads, strict=True)])
+    for parameter in with_grad:
+        _check_placements(parameter, parameter.grad)
+    weights, grads = map(list, zip(*map(_units, with_grad), strict=True))
+    shared = _shared_norms(weights), _shared_norms(grads)  # every rank's turn, whatever the others find
+    bounds, norms = _unit_norms(weights, shared[0]), _unit_norms(grads, shared[1])
+    sums = [total.to(norms[0].device) for total in torch._foreach_norm([*bounds, *norms], 1)]
+    wide = not bool(torch.stack(sums).isfinite().all())
+    if wide:  # squares beyond fp32
+        bounds, norms = (_unit_norms(*each, torch.float64) for each in ((weights, shared[0]), (grads, shared[1])))
     torch._foreach_clamp_min_(bounds, eps)
     torch._foreach_mul_(bounds, factor)
-    grads = [local(grad) if grad.is_sparse else grad for grad in grads]
-    norms = _unit_norms(grads)
     clipped = [norm > bound for norm, bound in zip(norms, bounds, strict=True)]
     # A gradient of zero has no direction to keep: its factor is bound / tiny, which the clamp makes 1.
-    torch._foreach_clamp_min_(norms, torch.finfo(torch.float64).tiny)
+    torch._foreach_clamp_min_(norms, torch.finfo(torch.float32).tiny)
     torch._foreach_div_(bounds, norms)
     torch._foreach_clamp_max_(bounds, 1.0)
-    _multiply_([local(grad) for grad in grads], bounds)
+    steps = [[bound.sqrt().float() for bound in bounds]] * 2 if wide else [bounds]  # fp32 may not hold one at once
+    for multipliers in steps:
+        for grad, multiplier in zip(grads, multipliers, strict=True):
+            local(grad).mul_(multiplier)
     units = sum(p.shape[0] if p.ndim > 1 else 1 for p in with_grad)  # a DTensor's shape is the global one
     return _total(grads, clipped) / max(units, 1)
 
 
-def _rows_of(parameter: Tensor, grad: Tensor) -> Tensor:
-    """The weights of the units that ``grad`` has: of a coalesced sparse one the rows in it, else all."""
-    if not grad.is_sparse or parameter.ndim < 2:
-        return parameter.detach()
-    return parameter.detach().index_select(0, grad.indices()[0])
+def _units(parameter: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights and gradient; of a sparse one, whose entries for one row are added up, those of its rows."""
+    grad, weights = parameter.grad, parameter.detach()
+    assert grad is not None
+    if not grad.is_sparse:
+        return weights, grad
+    parameter.grad = grad = grad.coalesce()
+    return weights.index_select(0, grad.indices()[0]) if weights.ndim > 1 else weights, grad.values()
 
 
-def _unit_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """The norm of each unit, in order, fp64: (rows on this rank, 1, ...) for matrices, 0-dim otherwise."""
+def _shared_norms(tensors: list[Tensor]) -> dict[int, Tensor]:
+    """The norms of the vectors that ranks hold parts of, fp64, by their place. Collective."""
+    return {
+        i: _reduce(local(tensor).to(torch.float64).square().sum(), tensor).sqrt()
+        for i, tensor in enumerate(tensors)
+        if tensor.ndim < 2 and is_dtensor(tensor)
+    }
+
+
+def _unit_norms(tensors: list[Tensor], shared: dict[int, Tensor], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """The norm of each unit, in order: (rows on this rank, 1, ...) for matrices, 0-dim otherwise."""
     norms: list[Tensor] = [torch.empty(0)] * len(tensors)
-    whole = [i for i, t in enumerate(tensors) if t.ndim < 2 and not is_dtensor(t)]
+    whole = [i for i, t in enumerate(tensors) if t.ndim < 2 and i not in shared]
     if whole:
-        for i, norm in zip(whole, torch._foreach_norm([tensors[i] for i in whole], 2, torch.float64), strict=True):
+        for i, norm in zip(whole, torch._foreach_norm([tensors[i] for i in whole], 2, dtype), strict=True):
             norms[i] = norm
     for i, tensor in enumerate(tensors):
-        if tensor.ndim < 2 and is_dtensor(tensor):
-            norms[i] = _reduce(local(tensor).to(torch.float64).square().sum(), tensor).sqrt()
-    matrices = {i: local(tensor) for i, tensor in enumerate(tensors) if tensor.ndim > 1}
-    found = {i: _row_norms(matrix, torch.float32) for i, matrix in matrices.items()}  # on a CPU half of fp64's time
-    if found and not bool(torch.stack([norm.isfinite().all() for norm in found.values()]).all()):
-        found = {i: _row_norms(matrix, torch.float64) for i, matrix in matrices.items()}  # squares beyond fp32
-    for i, norm in found.items():
-        norms[i] = norm.double()
+        if tensor.ndim > 1:
+            dims = tuple(range(1, tensor.ndim))
+            norms[i] = torch.linalg.vector_norm(local(tensor), 2, dims, keepdim=True, dtype=dtype)
+        elif i in shared:
+            norms[i] = shared[i].to(dtype)
     return norms
-
-
-def _row_norms(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.linalg.vector_norm(matrix, 2, tuple(range(1, matrix.ndim)), keepdim=True, dtype=dtype)
-
-
-def _multiply_(gradients: list[Tensor], factors: list[Tensor]) -> None:
-    """Multiply each gradient by its fp64 factors in [0, 1]; in two steps where one is below what fp32 holds."""
-    first = torch._foreach_clamp_min(factors, 2.0**-100)
-    rest = torch._foreach_div(factors, first)
-    for gradient, factor in zip(gradients, first, strict=True):
-        gradient.mul_(factor.float())
-    if not bool(torch.stack([(factor == 1).all() for factor in rest]).all()):
-        for gradient, factor in zip(gradients, rest, strict=True):
-            gradient.mul_(factor.float())
 
 
 def _total(grads: list[Tensor], clipped: list[Tensor]) -> Tensor:
@@ -313,9 +309,9 @@ class OptimizerStep:
                 self.optimizer.zero_grad(set_to_none=True)
             loss = backward(scale)
             self.follow()  # what the forward or the backward itself has added
-            gradients = self._gradients()
+            gradients, factor = self._gradients(), share / scale
             largest = self._largest(gradients, loss)
-            unscaled = as_fp32(largest * as_fp32(share / scale))
+            unscaled = largest if factor == 1.0 else as_fp32(largest * as_fp32(factor))
             if unscaled <= _FP32_MAX:  # false for inf and for NaN
                 break
             overflows += 1
@@ -333,7 +329,7 @@ class OptimizerStep:
                 return StepOutcome("skipped", overflows, float("nan"), scale, float("inf"), 0.0, loss)
         fraction = largest / self.format.largest
         wide = not _SQUARED[0] < unscaled < _SQUARED[1]
-        norm, lr, clipped = self._apply(gradients, share / scale, fraction, wide)
+        norm, lr, clipped = self._apply(gradients, factor, fraction, wide)
         if self.scaler.scale != scale:
             self._log(logging.INFO, f"loss scale {scale:g}, now {self.scaler.scale:g}")
         kind: Literal["stepped", "retried"] = "retried" if overflows else "stepped"
