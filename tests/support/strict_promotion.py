@@ -40,6 +40,18 @@ def _entries(values: tuple[Any, ...]) -> Iterable[tuple[Any, ...]]:
         yield tuple((v[i] if i < len(v) else None) if isinstance(v, (list, tuple)) else v for v in values)
 
 
+_NOTHING_TO_MIX: dict[int, bool] = {}  # by an operator's id: torch keeps them for ever, and their hash is a call
+
+
+def _nothing_to_mix(func: Any) -> bool:
+    """Whether it crosses dtypes by purpose, or takes one tensor at most: half of what a run does."""
+    schema = func._schema
+    if schema.name in _CROSSING or schema.name.startswith(_FUSED_ATTENTION):
+        return True
+    kinds = [str(argument.type) for argument in schema.arguments if "Tensor" in str(argument.type)]
+    return len(kinds) < 2 and not any("List" in kind for kind in kinds)
+
+
 class StrictPromotion(TorchDispatchMode):
     """Context manager in which an operation on tensors of different floating dtypes raises ``RuntimeError``."""
 
@@ -48,9 +60,14 @@ class StrictPromotion(TorchDispatchMode):
         return False  # torch would wrap the method below so that torch.compile passes by it: a third of its time
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Every operation of the suite comes by: what is usual, tensors among the positional arguments, is looked at
-        # without a call or a set.
+        # Every operation of the suite comes by, and this costs several times what it does on a small tensor: what is
+        # usual, tensors among the positional arguments, is looked at without a call or a set, and `_op` is not wrapped.
         kwargs = kwargs or {}
+        nothing = _NOTHING_TO_MIX.get(id(func))
+        if nothing is None:
+            nothing = _NOTHING_TO_MIX[id(func)] = _nothing_to_mix(func)
+        if nothing:
+            return func._op(*args, **kwargs)
         found, usual = None, True
         for value in args:
             if isinstance(value, Tensor):
@@ -62,15 +79,15 @@ class StrictPromotion(TorchDispatchMode):
                 usual = usual and not any(isinstance(each, Tensor) for each in value)
         for value in kwargs.values():
             usual = usual and not isinstance(value, (Tensor, list, tuple))
-        if usual:
-            return func(*args, **kwargs)
-        name = func._schema.name
-        if name not in _CROSSING and not name.startswith(_FUSED_ATTENTION):
-            values = (*args, *kwargs.values())
-            for group in _entries(values) if name.startswith(_BY_ENTRY) else (values,):
-                dtypes = {t.dtype for t in _tensors(group) if t.is_floating_point() and t.dim() > 0}
-                if len(dtypes) > 1:
-                    listed = ", ".join(sorted(str(d) for d in dtypes))
-                    # not TypeError: Python would take it for an unsupported operand and lose the message
-                    raise RuntimeError(f"strict promotion: {name} mixes {listed}; cast one of them explicitly")
-        return func(*args, **kwargs)
+        if not usual:
+            self._look(func._schema.name, (*args, *kwargs.values()))
+        return func._op(*args, **kwargs)
+
+    @staticmethod
+    def _look(name: str, values: tuple[Any, ...]) -> None:
+        for group in _entries(values) if name.startswith(_BY_ENTRY) else (values,):
+            dtypes = {t.dtype for t in _tensors(group) if t.is_floating_point() and t.dim() > 0}
+            if len(dtypes) > 1:
+                listed = ", ".join(sorted(str(d) for d in dtypes))
+                # not TypeError: Python would take it for an unsupported operand and lose the message
+                raise RuntimeError(f"strict promotion: {name} mixes {listed}; cast one of them explicitly")
