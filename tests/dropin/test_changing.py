@@ -19,6 +19,7 @@ from torch.optim import lr_scheduler
 from mantissa import audit
 from mantissa.base.errors import MantissaError
 from mantissa.dropin import GuardConfig, PrecisionTrainer
+from mantissa.dropin.common import HeldScheduler
 from mantissa.dropin.compat import ExtendedFP16Config, ExtendedFP16Trainer
 from mantissa.precision import BF16
 from mantissa.precision.formats import is_on_grid
@@ -358,6 +359,20 @@ def test_the_older_trainer_keeps_its_scale_while_it_accumulates() -> None:
         trainer.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # type: ignore[misc]
 
 
+def test_a_frozen_layer_may_leave_while_the_older_trainer_lends_its_model_in_fp16() -> None:
+    model = mlp()
+    model.add_module("unused", nn.Linear(2, 2).requires_grad_(False))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    trainer = ExtendedFP16Trainer(model, optimizer, ExtendedFP16Config(fallback="error"))
+    masters = state(model)
+    trainer.cast_model_to_fp16()
+    assert model[0].weight.dtype == torch.float16
+    del model.unused
+    with torch.no_grad():
+        trainer.training_step(data(1)[0], lambda m, b: m[0](b[0]).sum())
+    assert same(state(model), {name: value for name, value in masters.items() if "unused" not in name})
+
+
 class Wants:
     """A schedule by epochs, as some libraries have them: its step cannot be called without one."""
 
@@ -374,6 +389,10 @@ class Wants:
     ("make", "message"),
     [
         (lambda o: lr_scheduler.ReduceLROnPlateau(o), "ReduceLROnPlateau, whose step.. wants more"),
+        (
+            lambda o: HeldScheduler(lr_scheduler.ReduceLROnPlateau(o), lambda: True),
+            "ReduceLROnPlateau, whose step.. wants",
+        ),
         (lambda o: Wants(), "Wants, whose step.. wants more"),
         (lambda o: (lr_scheduler.ConstantLR(o), lr_scheduler.StepLR(o, 1)), "is a tuple of 2: expected one"),
         (lambda o: lr_scheduler.StepLR(torch.optim.Adam([nn.Parameter(torch.ones(2))]), 1), "another optimiser .Adam"),

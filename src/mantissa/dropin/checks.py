@@ -40,6 +40,7 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
             f"scheduler is a {type(scheduler).__name__} of {len(scheduler)}: expected one; "
             "torch.optim.lr_scheduler.SequentialLR puts some after each other, ChainedScheduler multiplies them"
         )
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # Accelerate's, around torch's own
     name = type(scheduler).__name__
     if not all(callable(getattr(scheduler, each, None)) for each in ("step", "state_dict", "load_state_dict")):
         raise MantissaError(f"scheduler is a {name}: expected one of torch.optim.lr_scheduler, or None")
