@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ pytest.importorskip("accelerate", reason="needs accelerate: pip install 'mantiss
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import huggingface_worker
-from mantissa.dropin import MantissaTrainerMixin, ScalerTelemetry
+from mantissa.dropin import MantissaTrainerMixin, ScalerTelemetry, huggingface
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -298,3 +299,19 @@ def test_ranks_repeat_a_window_alike(tmp_path: Path) -> None:
     assert ends["calm"]["retries"] == [0, 0]
     for key, value in ends["troubled"]["weights"].items():
         torch.testing.assert_close(value, ends["calm"]["weights"][key], rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "deepspeed", "gpus"),
+    [(False, False, 0), (False, False, 1), (True, False, 1), (False, True, 0), (False, False, 2)],
+)
+def test_where_one_process_holds_no_whole_model_or_several_copies_it_is_refused(
+    fsdp: bool, deepspeed: bool, gpus: int
+) -> None:
+    arguments = types.SimpleNamespace(fp16=False, bf16=False, n_gpu=gpus)
+    asked = types.SimpleNamespace(args=arguments, is_fsdp_enabled=fsdp, is_deepspeed_enabled=deepspeed)
+    if not (fsdp or deepspeed) and gpus < 2:
+        huggingface._check_trainer(asked)
+        return
+    with pytest.raises(MantissaError, match="not FSDP, DeepSpeed or DataParallel"):
+        huggingface._check_trainer(asked)
