@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ pytest.importorskip("accelerate", reason="needs accelerate: pip install 'mantiss
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import huggingface_worker
-from mantissa.dropin import MantissaTrainerMixin, PrecisionTrainer, ScalerTelemetry
+from mantissa.dropin import MantissaTrainerMixin, PrecisionTrainer, ScalerTelemetry, huggingface
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -355,3 +356,19 @@ def test_a_scale_changed_between_a_windows_batches_is_refused(tmp_path: Path) ->
     with pytest.raises(MantissaError, match=r"loss scale was 65536 .* and is 4 now"):
         train(Meddles, net, data(2), tmp_path, precision="fp16", gradient_accumulation_steps=2, say=quiet)
     assert all(map(torch.equal, net.parameters(), before))
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "deepspeed", "gpus"),
+    [(False, False, 0), (False, False, 1), (True, False, 1), (False, True, 0), (False, False, 2)],
+)
+def test_where_one_process_holds_no_whole_model_or_several_copies_it_is_refused(
+    fsdp: bool, deepspeed: bool, gpus: int
+) -> None:
+    arguments = types.SimpleNamespace(fp16=False, bf16=False, n_gpu=gpus)
+    asked = types.SimpleNamespace(args=arguments, is_fsdp_enabled=fsdp, is_deepspeed_enabled=deepspeed)
+    if not (fsdp or deepspeed) and gpus < 2:
+        huggingface._check_trainer(asked)
+        return
+    with pytest.raises(MantissaError, match="not FSDP, DeepSpeed or DataParallel"):
+        huggingface._check_trainer(asked)

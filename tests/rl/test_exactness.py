@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shutil
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -462,6 +463,24 @@ def test_a_damaged_case_is_one_clear_error(case_file: Path, tmp_path: Path, dama
     with pytest.raises(MantissaError, match=rf"^{re.escape(str(path))}: ") as caught:
         read_case(path)
     assert len(str(caught.value)) < len(str(path)) + 500
+
+
+@pytest.mark.parametrize("token", [0, 1, 2])
+def test_a_log_prob_that_alone_differs_is_named_by_its_place_in_the_sequence(
+    case_file: Path, monkeypatch: pytest.MonkeyPatch, token: int
+) -> None:
+    """The first such token's, of a prompt of 2 and a response of 3: the position that predicts it, from 0."""
+    stored = read_case(case_file)
+    learner_T, rollout_T = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.0, -3.0])
+    rollout_T[token:] += 0.5
+    alike: Any = types.SimpleNamespace(digests={}, names=())
+    monkeypatch.setattr(replay, "_both", lambda *_: (alike, alike, rollout_T, learner_T, torch.zeros(3, 13)))
+    monkeypatch.setattr(replay, "first_difference", lambda *_: None)
+    nobody: Any = None
+    culprit = replay.examine(nobody, nobody, nobody, dataclasses.replace(stored.case, key=None)).culprit
+    assert culprit is not None
+    assert culprit.position == 1 + token
+    assert (culprit.rollout.tolist(), culprit.learner.tolist()) == ([rollout_T[token]], [learner_T[token]])
 
 
 class ShakyBf16(ExactBf16Kernels):

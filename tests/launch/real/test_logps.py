@@ -81,12 +81,3 @@ def test_a_gate_stops_or_warns_at_shifted_log_probs(asked: str, faults: list[str
     assert (done.returncode != 0) == ends
     assert "the two sides are shifted against each other" in done.stderr
     assert ("MantissaError" in done.stderr) == ends
-
-
-def test_what_is_no_wish_for_a_gate_is_refused() -> None:
-    from mantissa.base.errors import MantissaError
-    from mantissa.launch.verl_logps import gate
-
-    for asked in ("halt", "stop:0", "stop:x", "warn:-1"):
-        with pytest.raises(MantissaError, match="expected stop or warn"):
-            gate(asked)
