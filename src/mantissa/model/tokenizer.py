@@ -114,7 +114,7 @@ class Tokenizer:
         warnings.warn(
             f"tokenizer: a text has the ids {named}, for which this vocabulary has no token (it ends at "
             f"{self.vocab_size - 1}), so they are left out of it, as all such ids will be: the model has more rows "
-            "than its tokenizer has tokens and gives them probability, as it does where they were never trained down",
+            "than its tokenizer has tokens and gives the rows beyond them probability; check that both belong together",
             stacklevel=3,
         )
 
