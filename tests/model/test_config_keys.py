@@ -246,7 +246,8 @@ def test_every_key_that_transformers_reads_is_in_a_table(
     family: str, plain: Any, outside: Any, tokens_BT: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with outside():
-        read = keys_read(*plain(family), tokens_BT, monkeypatch)
+        folder, raw = plain(family)
+        read = keys_read(folder, raw, tokens_BT, monkeypatch)
     assert len(read) > 60
     assert not read - {*ACTS, *REFUSED, *NOTHING, *FAILS, "attribute_map"}
 

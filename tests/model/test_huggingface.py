@@ -172,7 +172,7 @@ def test_the_names_that_torch_gives_to_what_wraps_a_module(decoder: Decoder) -> 
     """The names above are torch's own."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    wrapped = {
+    wrapped: dict[str, Any] = {
         "_orig_mod": torch.compile(decoder, backend="eager"),
         "module": torch.nn.DataParallel(decoder),
         "_checkpoint_wrapped_module": checkpoint_wrapper(decoder),

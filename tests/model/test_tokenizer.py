@@ -199,6 +199,53 @@ def test_a_tokenizer_that_cannot_end_a_response_is_refused() -> None:
     assert Tokenizer(word_backend(), {"eos_token_id": 2}).eos_ids == (2,)
 
 
+@pytest.mark.parametrize(("said", "expected"), [(8, (2, 8)), ([2, 7], (2, 7)), (None, (2,))])
+def test_without_a_generation_config_the_models_own_says_what_ends_a_response(
+    said: Any, expected: tuple[int, ...], save_theirs: Any, outside: Any
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    _, folder = save_theirs("llama", eos_token_id=said)
+    Tokenizer(word_backend(eos_token="</s>")).save(folder)
+    (folder / "generation_config.json").unlink()
+    assert load_tokenizer(folder).eos_ids == expected
+    with outside():
+        theirs = AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id
+    assert theirs == said  # where a config says nothing, ours is the tokenizer's
+
+
+def test_an_eos_of_the_models_own_that_is_no_token_is_refused(tmp_path: Path) -> None:
+    word_backend(eos_token="</s>").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 20, "eos_token_id": 15}')
+    with pytest.raises(MantissaError, match=r"config\.json where there is none\): eos_token_id 15 is no id"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert load_tokenizer(tmp_path).eos_ids == (2,)
+
+
+def holed_backend() -> Any:
+    """A vocabulary of the ids 0, 1, 2, 5 and 9."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Backend(models.WordLevel({"<unk>": 0, "a": 1, "b": 2, "c": 5, "</s>": 9}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+
+
+def test_ids_without_a_token_have_no_text_and_the_first_are_named() -> None:
+    tokenizer = Tokenizer(holed_backend())
+    assert tokenizer.decode([1, 5, 9]) == "a c"
+    assert tokenizer.decode([]) == ""
+    with pytest.warns(UserWarning, match=r"has the ids 3, 10, for which this vocabulary has no token \(it ends at 9\)"):
+        assert tokenizer.decode([1, 3, 2, 10, 3]) == "a b"
+    assert tokenizer.decode([3, 11]) == ""  # another warning would be an error here
+    with pytest.warns(UserWarning, match=r"has the ids 3, 4, 6, 7, 8 and 4 more, for") as caught:
+        Tokenizer(holed_backend()).decode([*range(3, 14)])
+    assert caught[0].filename == __file__
+
+
 def test_long_texts_give_no_warning() -> None:
     backend = word_backend(eos_token="</s>")
     backend.model_max_length = 4

@@ -8,24 +8,28 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mantissa.algorithms import ADVANTAGES, AdvantageKind, advantage
 from mantissa.base.errors import MantissaError
 from mantissa.base.seeds import derive_seed, generator, stream_slice
-from mantissa.model import character_tokenizer
+from mantissa.kernels import rollout_kernels
+from mantissa.model import Decoder, FreshModelConfig, character_tokenizer, policy_weights, save_model
+from mantissa.precision import FP32, PrecisionPolicy, resolve
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect.batch import Batch, Collector, pack, unpack
 from mantissa.rl.collect.dynamic import fate, groups_to_train, overlong_penalty, with_penalty
 from mantissa.rl.collect.sampler import Sample, Sampler, by_group, success_rates
 from mantissa.rl.config.sections import DynamicConfig, OverlongConfig, RolloutConfig
 from mantissa.rl.experience import Experience
-from mantissa.rollout import Completion, SamplingParams
+from mantissa.rollout import Completion, NativeEngine, SamplingParams
 from mantissa.rollout.most_probable import MostProbable
 from mantissa.rollout.support import Support, encode
 from mantissa.runs.directory import RunDirectory
@@ -90,6 +94,41 @@ def test_texts_are_flat_in_group_order_without_end_tokens(parts: Parts) -> None:
         spelled = "".join(letters[t - 2] for t in sample.completion.tokens if t >= 2)  # 0 pad, 1 eos
         assert (sample.problem, sample.group, sample.text) == (problem, number // 2, spelled)
         assert list(sample.prompt) == [letters.index(c) + 2 for c in str(problem.prompt)]
+
+
+def test_rows_beyond_the_tokenizer_are_sampled_as_transformers_does_and_named(parts: Parts, tmp_path: Path) -> None:
+    """A vocabulary padded by 6 rows, whose logits are large: the texts are short, and a warning says why."""
+    from transformers import AutoModelForCausalLM
+
+    tokenizer, problems = parts.sampler.tokenizer, parts.task.split("heldout", 4)
+    words = tokenizer.vocab_size
+    shape = FreshModelConfig(layers=1, hidden_size=32, initializer_range=0.3, tie_embeddings=False).model(words + 6)
+    padded = Decoder(shape).initialize(torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        padded.head_weight[words:] *= 4
+    kernels = rollout_kernels(resolve(PrecisionPolicy.parse("fp32"), "cpu"))
+    engine = NativeEngine(shape, kernels, kv_format=FP32, slots=4, max_length=64)
+    engine.sync(policy_weights(padded), 0)
+    sampler = Sampler(engine, tokenizer, parts.sampler.grader)
+    with pytest.warns(
+        UserWarning, match=rf"the ids 1\d.* for which this vocabulary has no token \(it ends at {words - 1}\)"
+    ):
+        sampled = sampler.sample(problems, 8, sampler.params(6, 1.0), 0, 7, "test")
+    assert any(set(sample.completion.tokens) - set(range(words)) for sample in sampled)
+    save_model(padded, tokenizer, tmp_path / "padded")
+    with _disable_current_modes(), torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "padded").eval()
+        for sample in sampled:
+            tokens, drawn = torch.tensor([[*sample.prompt, *sample.completion.tokens]]), sample.completion.tokens
+            logp_TV = torch.log_softmax(theirs(tokens).logits[0, len(sample.prompt) - 1 : -1], -1)  # over all rows
+            expected = logp_TV[torch.arange(len(drawn)), torch.tensor(drawn)]
+            torch.testing.assert_close(sample.completion.logp_T, expected, rtol=0, atol=1e-4)
+            kept = [token for token in drawn if token < words]
+            assert sample.text == tokenizer.decode(kept) == tokenizer.backend.decode(drawn, skip_special_tokens=True)
+        greedy = theirs.generate(torch.tensor([sampled[0].prompt]), max_new_tokens=6, do_sample=False)[0]
+    assert int(greedy.max()) >= words
+    best = sampler.sample(problems[:1], 1, sampler.params(6, 0.0), 0, 7, "test")[0]
+    assert [*best.prompt, *best.completion.tokens] == greedy.tolist()
 
 
 def test_success_rates_belong_to_their_own_problem() -> None:

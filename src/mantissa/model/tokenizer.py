@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,7 +51,10 @@ class Tokenizer:
         self.backend = backend
         self.generation: dict[str, Any] = dict(generation or {})
         self.eos_ids: tuple[int, ...] = _eos_ids(backend, self.generation)
-        self.vocab_size: int = max(backend.get_vocab().values()) + 1
+        known = set(backend.get_vocab().values())
+        self.vocab_size: int = max(known) + 1
+        self._holes = frozenset(range(self.vocab_size)) - known
+        self._warned = False  # of ids that have no token
         declared = (backend.pad_token_id, self.generation.get("pad_token_id"), self.eos_ids[0])
         usable = (int(i) for i in declared if i is not None and number(i, 0, self.vocab_size - 1, whole=True))
         self.pad_id: int = next(usable)  # padding is masked: any valid id will do
@@ -86,12 +90,33 @@ class Tokenizer:
         return _in_time(len(text), ids) if self._slow_to_encode else ids()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``; special tokens are skipped. Bytes that are not UTF-8 become U+FFFD."""
+        """The text of ``ids``; special tokens are skipped. Bytes that are not UTF-8 become U+FFFD.
+
+        Ids that this vocabulary has no token for have no text; it warns of the first.
+        """
+        self.warn_of_unknown(ids)
         with boundary("tokenizer", "it cannot decode these tokens; check or fetch its files again"):
             if self._slow_to_decode:
                 whole = self.backend.backend_tokenizer.decode_batch  # unlike ``decode`` it lets other threads go on
                 return _in_time(len(ids), lambda: str(whole([list(ids)], skip_special_tokens=True)[0]))
             return self.backend.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def warn_of_unknown(self, ids: Sequence[int]) -> None:
+        """Warn, the first time, of ids without a token: the model has more rows than its tokenizer has tokens.
+
+        They are sampled as any other id is, here as in vLLM and transformers, and the learner scores them alike.
+        """
+        if self._warned or (self._holes.isdisjoint(ids) and max(ids, default=0) < self.vocab_size):
+            return
+        self._warned = True
+        found = sorted({token for token in ids if token >= self.vocab_size or token in self._holes})
+        named = ", ".join(map(str, found[:5])) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+        warnings.warn(
+            f"tokenizer: a text has the ids {named}, for which this vocabulary has no token (it ends at "
+            f"{self.vocab_size - 1}), so they are left out of it, as all such ids will be: the model has more rows "
+            "than its tokenizer has tokens and gives the rows beyond them probability; check that both belong together",
+            stacklevel=3,
+        )
 
     def encode_prompt(self, prompt: str | Sequence[Message]) -> list[int]:
         """Token ids that a response continues.
@@ -157,14 +182,18 @@ def load_tokenizer(name_or_path: str | Path, embeddings: int | None = None) -> T
             f"{folder}: no tokenizer files; expected tokenizer.json and tokenizer_config.json beside it"
         )
     settings = read_object(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    config = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
     generation_file = folder / "generation_config.json"
-    generation = read_object(generation_file) if generation_file.is_file() else {}
+    if generation_file.is_file():
+        generation = read_object(generation_file)
+    else:  # as in transformers, config.json then says what ends a response
+        generation = {key: config[key] for key in ("eos_token_id",) if config.get(key) is not None}
     with boundary(f"{folder}: cannot load the tokenizer", "check or fetch its files again"):
         backend = load_backend(folder, settings)
         _check_templates(backend)
         tokenizer = Tokenizer(backend, generation)
-    if embeddings is None and (folder / "config.json").is_file():
-        embeddings = read_object(folder / "config.json").get("vocab_size")
+    if embeddings is None:
+        embeddings = config.get("vocab_size")
     if embeddings is not None:
         if not number(embeddings, 1, LARGEST_SIZE, whole=True):
             raise MantissaError(f"{folder}/config.json: vocab_size={embeddings!r}: expected a whole number")
@@ -236,12 +265,13 @@ def _eos_ids(backend: Any, generation: Mapping[str, Any]) -> tuple[int, ...]:
     known = set(backend.get_vocab().values())
     for unknown in (i for i in ids if not number(i, 0, whole=True) or i not in known):
         raise MantissaError(
-            f"generation_config.json: eos_token_id {unknown!r} is no id of this tokenizer; fetch both files again"
+            f"generation_config.json (config.json where there is none): eos_token_id {unknown!r} is no id of this "
+            "tokenizer; fetch its files again"
         )
     if not ids:
         raise MantissaError(
-            "tokenizer: no end-of-sequence token in tokenizer_config.json or generation_config.json, so no response "
-            "could end; set eos_token in tokenizer_config.json"
+            "tokenizer: no end-of-sequence token in tokenizer_config.json, generation_config.json or config.json, so "
+            "no response could end; set eos_token in tokenizer_config.json"
         )
     return tuple(dict.fromkeys(ids))
 

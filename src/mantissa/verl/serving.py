@@ -209,6 +209,7 @@ class Serving:
         if self._turns is None or self._turns.done():
             self._turns = asyncio.create_task(self._work())
         done = await future
+        self.tokenizer.warn_of_unknown(done.tokens)
         logprobs = done.logp_T.tolist() if given.get("logprobs", False) else None
         return Answer(
             list(done.tokens), logprobs, "aborted" if done.finish_reason == "abort" else "completed", self.step
