@@ -28,6 +28,9 @@ FORMATS = ("fp32", "bf16", "fp16")
 SCALE = ScalerConfig(initial=2.0**8)
 Batch = tuple[Tensor, Tensor]
 
+# ``aside`` is trainable and in no optimiser, on purpose: a trainer says so.
+pytestmark = pytest.mark.filterwarnings("ignore:parameters that this training does not change")
+
 
 class Words(nn.Module):
     """An embedding and a product, with ``factor`` on what it gives; ``aside`` is a parameter of no optimiser."""
