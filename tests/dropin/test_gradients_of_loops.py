@@ -23,13 +23,11 @@ pytestmark = [
     pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers which may be a bottleneck"),
     pytest.mark.filterwarnings("ignore:FP16 .*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:parameters that this training does not change"),  # ``aside``, on purpose
 ]
 FORMATS = ("fp32", "bf16", "fp16")
 SCALE = ScalerConfig(initial=2.0**8)
 Batch = tuple[Tensor, Tensor]
-
-# ``aside`` is trainable and in no optimiser, on purpose: a trainer says so.
-pytestmark = pytest.mark.filterwarnings("ignore:parameters that this training does not change")
 
 
 class Words(nn.Module):
