@@ -90,3 +90,11 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(MantissaError, match="--on ray without a cluster: expected the head's HOST:6379"):
         on_ray._address(None)
+
+
+def test_a_dry_run_shows_the_command_and_every_file_in_full() -> None:
+    files = {"recipe.yaml": "steps: 3\nseed: 1\n", "more.yaml": "x: [1]"}
+    text = plan(arguments=("train", "{folder}/recipe.yaml", "a b"), files=files, processes=1).dry_run()
+    assert text.startswith("on 2 machines of a Ray cluster, 1 process on each")
+    assert "mantissa train '{folder}/recipe.yaml' 'a b'" in text
+    assert text.endswith("\n\n{folder}/recipe.yaml:\n  steps: 3\n  seed: 1\n\n{folder}/more.yaml:\n  x: [1]")

@@ -78,6 +78,20 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]
     return folder, results
 
 
+def test_results_count_what_the_archive_holds(finished: tuple[Path, list[Any]]) -> None:
+    """Of each task: its programs, the generations that made them, and the first that reached the target."""
+    folder, results = finished
+    archive = Archive(folder / "archive.db", 10_000)
+    made = {r.task: [row["generation"] for row in archive.generations() if row["task"] == r.task] for r in results}
+    known = {r.task: archive.candidates(r.task) for r in results}
+    archive.close()
+    assert max(map(len, made.values())) > 2
+    for each in results:
+        assert each.generations == max(made[each.task])
+        assert each.executions == len(known[each.task])
+        assert (each.start, each.best) == (known[each.task][0].score, max(c.score for c in known[each.task]))
+
+
 def test_a_run_improves_and_spends_what_it_may(finished: tuple[Path, list[Any]]) -> None:
     folder, results = finished
     assert [r.task for r in results] == ["clamp", "flatten"]
