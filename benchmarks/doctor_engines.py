@@ -199,10 +199,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.run:
         append(RESULTS, rows, "cpu")
     faults = [row for row in rows if row["kind"] not in ("healthy", "-9999 on both sides")]
-    print(f"named right: {sum(row['right'] for row in faults)} of {len(faults)}; as a fault: "
-          f"{sum(row['exit'] for row in faults)}; healthy: "
-          f"{sum(r['right'] for r in rows) - sum(r['right'] for r in faults)} of "
-          f"{len(rows) - len(faults)}; of experts: {sum(row['experts'] for row in rows)}")  # fmt: skip
+    healthy = [row for row in rows if row not in faults]
+    print(
+        f"named right: {sum(row['right'] for row in faults)} of {len(faults)}; as a fault: "
+        f"{sum(row['exit'] for row in faults)}; healthy: {sum(row['right'] for row in healthy)} of {len(healthy)}; "
+        f"of experts: {sum(row['experts'] for row in rows)}"
+    )
 
 
 def made(name: str, rolled: str, scored: str, folder: str | None) -> list[Case]:

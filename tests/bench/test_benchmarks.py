@@ -52,7 +52,7 @@ ELSEWHERE = {  # tests of their own; of a real model's size; or what scripts sha
     "rl_problem", "rows", "steps", "workers", "decode_pretrained", "exact_logprobs", "gap", "emulated",
     "doctor_confusion", "doctor_faults", "substitution", "tune", "waltz", "soak", "soak_job", "soak_load",
     "soak_report", "doctor_strangers", "doctor_held_out", "doctor_mistakes", "doctor_healthy", "doctor_many",
-    "doctor_partial", "start_pages",
+    "doctor_partial", "doctor_engines", "start_pages",
     "verl_jobs", "verl_rehearsals", "native_beside", "native_limit",
 }  # fmt: skip
 

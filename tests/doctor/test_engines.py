@@ -369,12 +369,3 @@ def _given(name: str, p: float) -> Any:
     from mantissa.doctor.diagnosis import Finding
 
     return lambda e, tests: Finding(name, False, p, 1.0, "", None, "")
-
-
-def test_healthy_noise_gives_no_alarm_beyond_the_level() -> None:
-    """H0 at its bound: with a level of 5% for each of thirty tests, most of these dumps would be called a fault."""
-    alarms = 0
-    for seed in range(40):
-        rows = dumps.healthy(prompts=12, samples=2, length=12, size=0.05, seed=100 + seed)
-        alarms += asked(rows).verdict in (Verdict.FAULT, Verdict.LARGE)
-    assert alarms <= 4

@@ -89,13 +89,13 @@ def _unexplained(found: Diagnosis, flown: Flights, said: bool) -> Diagnosis:
             f"cache ({tokens}); to decide, score again in the rollout's format or with the rollout's experts, or give "
             "--model"
         )
-        remedies, unknown = ("replay_routing", "fp32_router"), found.unknown
     else:
         far = f"{amount} tokens differ far" if flown.beyond else "some tokens differ much more than others"
         headline = f"not known: {far}, and nothing that was tried says why ({tokens})"
-        remedies, unknown = ("look_at_tokens",), (*found.unknown, _MAY_ROUTE)
-    return replace(found, verdict=Verdict.UNKNOWN, headline=headline, fault=None, second=None, remedies=remedies,
-                   unknown=unknown)  # fmt: skip
+        return replace(found, verdict=Verdict.UNKNOWN, headline=headline, fault=None, second=None,
+                       remedies=("look_at_tokens",), unknown=(*found.unknown, _MAY_ROUTE))  # fmt: skip
+    return replace(found, verdict=Verdict.UNKNOWN, headline=headline, fault=None, second=None,
+                   remedies=("replay_routing", "fp32_router"))  # fmt: skip
 
 
 def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:

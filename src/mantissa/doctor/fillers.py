@@ -42,8 +42,8 @@ def filled(dump: Dump, found: Tokens) -> Filled:
             continue
         value, inverse, count = np.unique(own[suspect], return_inverse=True, return_counts=True)
         repeated = count >= np.where(value <= _DRAWN, 2, _REPEATED)
-        groups = [suspect[inverse == each] for each in np.flatnonzero(repeated)
-                  if _one(int(each), value, count, own, other, suspect[inverse == each], dump, found)]  # fmt: skip
+        groups = [suspect[inverse == each] for each in np.flatnonzero(repeated).tolist()
+                  if _one(each, value, count, own, other, suspect[inverse == each], dump, found)]  # fmt: skip
         known = np.isin(suspect, np.concatenate([suspect[:0], *groups]))
         groups += [part for part in (suspect[~known & (np.abs(own[suspect]) >= _NEVER)],) if len(part)]
         for at in groups:
