@@ -82,7 +82,6 @@ def _unexplained(found: Diagnosis, flown: Flights, said: bool) -> Diagnosis:
     amount = "a few" if flown.few else "many"
     tokens = f"{flown.beyond:,} of {flown.count:,} uncertain tokens are beyond the usual"
     tokens += f", the size of u of the others is {flown.quiet:.2g}"
-    remedies: tuple[str, ...]
     if said:
         headline = (
             f"not known: routers of a mixture of experts that disagree, or {amount} tokens of other weights or another "
