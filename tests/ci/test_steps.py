@@ -81,6 +81,13 @@ def test_whatever_fails_fails_at_once(ci: ModuleType, monkeypatch: pytest.Monkey
     assert "hostile input" not in machine.ran
 
 
+def test_an_environment_that_cannot_be_had_is_named(ci: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(ci, monkeypatch, 300.0, codes={"a recipe that verl runs": ci.NOT_TO_BE_HAD})
+    assert machine.check(ci) == 0
+    assert machine.said[-1] == "NOT RUN: a recipe that verl runs: its environment could not be built here"
+    assert Machine(ci, monkeypatch, 300.0, codes={"suite": ci.NOT_TO_BE_HAD}).check(ci) == 1
+
+
 def test_a_command_and_what_it_began_are_ended(ci: ModuleType, tmp_path: Path) -> None:
     assert ci.run("exit 3", 60.0) == 3
     beaten = tmp_path / "beats"
