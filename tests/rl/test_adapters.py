@@ -181,6 +181,7 @@ def test_a_given_base_is_frozen_from_the_start_and_its_digest_guards_it(
     resume(run.path)
 
 
+@pytest.mark.filterwarnings("ignore:tokenizer. a text has the ids")  # an untrained model, and 20 rows of padding
 def test_a_gguf_base_from_training_to_sampling(
     train: Callable[..., RunDirectory],
     configure: Callable[..., RunConfig],
