@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
+import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 
 import small_run
 from mantissa.base.errors import MantissaError
+from mantissa.genesis import waltz
 from mantissa.genesis.waltz import Dialogue, Game, assemble_two, rates
 from mantissa.rl import RunConfig, make_config, resume, resumed_config, start
 from mantissa.rl.collect.sampler import Sample
@@ -369,3 +372,22 @@ def test_what_cannot_be_is_said_before_anything_is_made(finished: RunDirectory, 
     assert "two warm starts would make two" in refused("model.lora={rank: 2, alpha: 4}")
     with pytest.raises(MantissaError, match="is the second policy of the run"):
         resumed_config(finished.path / "feedback")
+
+
+@pytest.mark.parametrize("saved", [(), (0,), (0, 2), (0, 2, 4, 5)])
+def test_it_goes_on_from_the_newest_checkpoint(saved: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of however many there are, and both sides from the step that it is of."""
+    opened: list[int] = []
+    side: Any = types.SimpleNamespace(open=opened.append, export=lambda: None)
+    made: Any = object.__new__(waltz.Waltz)
+    made.inner, made.sides = contextlib.nullcontext(), (side, side)
+    made.run = types.SimpleNamespace(checkpoint_path=lambda step: Path("run", "checkpoints", f"step-{step}"))
+    made.config = types.SimpleNamespace(steps=5)
+    made._restore, made._begin = lambda step: step, lambda: 0
+    played: list[int] = []
+    made.step = played.append
+    monkeypatch.setattr(waltz, "saved_steps", lambda folder: list(saved))
+    assert made.go()
+    newest = max(saved, default=0)
+    assert opened == [newest, newest]
+    assert played == list(range(newest + 1, 6))

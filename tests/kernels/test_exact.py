@@ -277,3 +277,18 @@ def test_a_plan_says_how_many_keys_it_was_tried_with() -> None:
     for length, tried in ((100, 128), (129, 256)):
         shapes = ModelShapes((("q_proj", 48, 32),), 2, 1, 16, 40, length, 64)
         assert plan_exact(shapes, exactly("fp32").learner, "cpu").length == tried
+
+
+@pytest.mark.parametrize("shape", [(50, 16), (50, 3, 16)])
+def test_a_norms_weight_has_its_gradient_over_all_rows_and_heads(shape: tuple[int, ...]) -> None:
+    """Against float64: sum over rows (and heads, of a norm by head) of the gradient times x / rms(x)."""
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
+    weight = (torch.rand(16, generator=generator) + 0.5).requires_grad_()
+    ExactBf16Kernels(plan_for()).rms_norm(x, weight, 1e-6).backward(grad)
+    wide = x.double()
+    normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    expected = (normed * grad.double()).reshape(-1, 16)
+    assert weight.grad is not None
+    # every term is rounded to bf16, and so is each partial sum of so many
+    torch.testing.assert_close(weight.grad.double(), expected.sum(0), rtol=2.0**-7, atol=2.0**-7 * len(expected) ** 0.5)

@@ -13,7 +13,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.kernels import ModelShapes, plan_exact, products
 from mantissa.kernels.exact import probe as probe_module
 from mantissa.kernels.exact.kernels import ExactKernels
-from mantissa.kernels.exact.plan import ExactPlan
+from mantissa.kernels.exact.plan import AttentionChoice, Choice, ExactPlan
 from mantissa.kernels.exact.probe import threads
 from mantissa.model import Decoder, LoraShape, attach
 from mantissa.precision import FP32, PrecisionPolicy, cpu, resolve
@@ -212,3 +212,21 @@ def test_what_was_not_probed_is_refused() -> None:
         kernels.causal_attention(q, k, k)
     with pytest.raises(MantissaError, match="at most"):
         kernels.cached_attention(q[:, :, 0], k, k, torch.tensor([most + 1]))
+
+
+@pytest.mark.parametrize(("products", "attention"), [(True, True), (False, True), (True, False), (False, False)])
+def test_another_number_of_threads_is_proven_only_if_products_and_attention_hold_with_it(
+    products: bool, attention: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was chosen with two threads is tried once more with one; where anything differs, the plan is for two."""
+    monkeypatch.setattr(probe_module._Product, "holds", lambda *_: products)
+    monkeypatch.setattr(probe_module._Attention, "holds", lambda *_: attention)
+    monkeypatch.setattr(probe_module._Product, "choose", lambda *_: Choice("one tile", (64,)))
+    chosen = AttentionChoice("one tile", (16,), 32, (16,), 128)
+    monkeypatch.setattr(
+        probe_module, "_planned_attention", lambda *_: (object.__new__(probe_module._Attention), chosen)
+    )
+    monkeypatch.setattr(probe_module, "_check_rest", lambda *_: "nothing")
+    with threads(2):
+        plan = plan_exact(SHAPES, ROLE, "cpu")
+    assert plan.threads == ((1, 2) if products and attention else (2,))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from html_page import Page, assert_snapshot
 from mantissa.base.errors import MantissaError
@@ -24,7 +26,7 @@ from mantissa.runs.compare import (
     total,
     training_accuracy,
 )
-from mantissa.runs.compare_page import build_comparison, compare_runs, timing_note
+from mantissa.runs.compare_page import build_comparison, compare_runs, show, timing_note
 from mantissa.runs.compare_page import document as document_of
 from mantissa.runs.groups import Differences, Group, Run, differences, group_runs, of_seeds, read_runs, wilson
 
@@ -394,3 +396,21 @@ def test_names_and_recipes_cannot_inject(write_run, rows_of_a_run, tmp_path: Pat
     assert "<script" not in document
     assert not page.tags & {"img", "script", "u", "s"}
     assert page.table("recipe")["note"] == ["</td><script>1</script>", r"$\frac$ <b>"]
+
+
+@pytest.mark.parametrize("recipe", [False, True])
+@pytest.mark.parametrize("environment", [False, True])
+def test_the_summary_says_what_differs_and_nothing_of_what_does_not(
+    recipe: bool, environment: bool, write_run, rows_of_a_run
+) -> None:
+    a = write_run("a", rows_of_a_run(), {"note": "one"}, {"device": "cpu"})
+    changed = {"note": "two" if recipe else "one"}
+    b = write_run("b", rows_of_a_run(seed=1), changed, {"device": "cuda" if environment else "cpu"})
+    show(compare_runs(read_runs([a, b])), Console(file=(drawn := io.StringIO()), width=120))
+    lines = drawn.getvalue().splitlines()
+    for title, there, said in (
+        ("recipe", recipe, "note: one | two"),
+        ("environment", environment, "device: cpu | cuda"),
+    ):
+        assert (f"What differs in the {title}, in the order above" in lines) is there
+        assert (said in lines) is there
