@@ -263,3 +263,17 @@ def test_another_prompt_is_alone_only_where_other_weights_would_have_been_seen(w
     fault = examine(dumps.dump_of(made, rollout_format="bf16", learner_format="bf16")).fault
     assert fault is not None
     assert (fault.name, fault.also) == ("prompt", () if words == 1 else ("weights",))
+
+
+@pytest.mark.parametrize(("base", "one"), [(2, "rollout"), (2, "learner"), (10, "rollout"), (10, "learner")])
+def test_another_base_of_logarithms_is_named(base: int, one: str) -> None:
+    """By its factor, on whichever side it is: ln 2 or ln 10, or their reciprocals."""
+    by = {"rollout": 1.0, "learner": 1.0} | {one: 1 / np.log(base)}
+    made = changed(lambda s: (s.rollout_logp * by["rollout"], s.learner_logp * by["learner"]))
+    fault = examine(dumps.dump_of(made)).fault
+    assert fault is not None
+    assert fault.name == "units"
+    factor = re.search(r"are (\S+) times the rollout's", fault.said)
+    assert factor is not None
+    assert float(factor[1]) == pytest.approx(by["learner"] / by["rollout"], rel=0.01)
+    assert fault.said.endswith(f", as with base {base} on one side")
