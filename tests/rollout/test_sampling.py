@@ -178,3 +178,20 @@ def test_uniform_and_uncorrelated_along_each_axis() -> None:
         pairs = (first * 16).astype(int) * 16 + (second * 16).astype(int)
         assert abs(chi_square(pairs, 256) - 255) < 5 * np.sqrt(2 * 255)
         assert abs(np.corrcoef(first, second)[0, 1]) < 5 / np.sqrt(first.size)
+
+
+@pytest.mark.parametrize("size", [16, 300, 5000, 50_000])
+@pytest.mark.parametrize(("fields", "kept"), [({"top_k": 7}, 7), ({"top_p": 0.5}, None)])
+def test_ties_rank_by_token_id_in_a_vocabulary_of_any_size(
+    size: int, fields: dict[str, float], kept: int | None
+) -> None:
+    """Logits of five values, as coarse formats make: a sort of many values that need not be stable would mix them."""
+    logits = torch.randint(0, 5, (3, size), generator=torch.Generator().manual_seed(size)).float() / 8
+    found = filter_logits(logits, params(**fields)).isfinite()
+    for row, alive in zip(logits.tolist(), found.tolist(), strict=True):
+        ranked = sorted(range(size), key=lambda token: (-row[token], token))
+        count = kept
+        if count is None:
+            mass = np.cumsum(np.exp(np.array([row[token] for token in ranked])))
+            count = int(np.searchsorted(mass / mass[-1], fields["top_p"])) + 1
+        assert [token for token in range(size) if alive[token]] == sorted(ranked[:count])
