@@ -156,6 +156,8 @@ def test_an_environment_of_the_plain_dependencies(folder: Path) -> None:
 
     assert mantissa("doctor", "dump.jsonl").returncode == 0
     assert "verl" in mantissa("check", "job.sh").stdout
+    (folder / "dump.parquet").write_bytes(b"PAR1" * 8)  # its reader is a process of its own
+    assert "mantissa-rl[parquet]" in mantissa("doctor", "dump.parquet").stderr
     assert "gap/k3_kl" in mantissa("metrics").stdout
     assert "mantissa-rl[draw]" in mantissa("compare", "a", "b").stderr
     assert "mantissa-rl[train]" in mantissa("train", "demo").stderr

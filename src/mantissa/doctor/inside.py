@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mantissa.base.bounds import boundary
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, missing
 from mantissa.base.readers.json import parse_json
 from mantissa.tasks.sandbox import jail
 
@@ -63,6 +63,10 @@ def main() -> None:
         _say(out, {"memory": True} if _ran_out(error) else {"error": str(error)[:LONGEST_TEXT]})
     except MemoryError:
         _say(out, {"memory": True})
+    except ModuleNotFoundError as error:
+        if (refusal := missing(error)) is None:
+            raise
+        _say(out, {"error": f"{path}: {refusal}"})
     else:
         found = {"framework": dump.framework, "settings": asdict(dump.settings), "run": dump.run is not None,
                  "notes": list(dump.notes), "counts": counts}  # fmt: skip
