@@ -452,16 +452,34 @@ def test_a_schedule_past_its_end_is_refused_before_the_weights_move(make: Callab
     assert trainer.step(batch, cross_entropy).applied
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda o: lr_scheduler.LambdaLR(o, lambda n: 0.9**n),
-        lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1),
-        lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 5),
-        lambda o: lr_scheduler.StepLR(o, 1, 0.5),
-    ],
-)
-def test_a_group_that_a_schedule_does_not_know_is_refused_where_torch_would_fail(make: Callable[[Any], Any]) -> None:
+SCHEDULES: dict[str, tuple[Any, ...]] = {
+    "LambdaLR": (lambda n: 0.9**n,),
+    "MultiplicativeLR": (lambda n: 0.9,),
+    "StepLR": (1, 0.5),
+    "MultiStepLR": ([1],),
+    "ConstantLR": (),
+    "LinearLR": (),
+    "ExponentialLR": (0.9,),
+    "PolynomialLR": (),
+    "CosineAnnealingLR": (5,),
+    "CosineAnnealingWarmRestarts": (5,),
+    "CyclicLR": (0.01, 0.1),
+    "OneCycleLR": (0.1, 10),
+}
+_NOT_ALONE = {"LRScheduler", "_LRScheduler", "SequentialLR", "ChainedScheduler", "ReduceLROnPlateau"}
+
+
+def test_every_schedule_of_torch_is_among_those_tried() -> None:
+    kinds = {name for name, kind in vars(lr_scheduler).items()
+             if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler)}  # fmt: skip
+    assert kinds - _NOT_ALONE == set(SCHEDULES)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_group_that_a_schedule_does_not_know_is_refused_where_torch_would_fail(name: str) -> None:
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        return getattr(lr_scheduler, name)(optimizer, *SCHEDULES[name])
+
     def unfrozen() -> tuple[Tower, torch.optim.Optimizer, Any]:
         model = Tower()
         model.low.requires_grad_(False)
@@ -474,7 +492,7 @@ def test_a_group_that_a_schedule_does_not_know_is_refused_where_torch_would_fail
     try:
         schedule.step()
         fails = False
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, IndexError):
         fails = True
     model, optimizer, schedule = unfrozen()
     trainer = PrecisionTrainer(model, optimizer, "fp16", scheduler=schedule, say=quiet)
