@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -91,7 +94,41 @@ def test_an_environment_that_cannot_be_had_is_named(ci: ModuleType, monkeypatch:
 def test_a_command_and_what_it_began_are_ended(ci: ModuleType, tmp_path: Path) -> None:
     assert ci.run("exit 3", 60.0) == 3
     beaten = tmp_path / "beats"
-    assert ci.run(f"(while :; do echo >> {beaten}; sleep 0.05; done) & sleep 600", 1.0) is None
+    ends = "trap 'exit 130' INT; "
+    assert ci.run(f"{ends}(while :; do echo >> {beaten}; sleep 0.05; done) & sleep 600", 1.0) is None
     beats = beaten.read_text()
     ci.run("sleep 0.3", 60.0)
+    assert beaten.read_text() == beats
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_test_that_had_failed_when_time_ran_out_is_a_failure(ci: ModuleType, tmp_path: Path, fails: bool) -> None:
+    there = tmp_path / "there"
+    (tmp_path / "test_it.py").write_text(
+        f"import pathlib, time\n\ndef test_first():\n    assert not {fails}\n\n"
+        f"def test_hangs():\n    pathlib.Path({str(there)!r}).touch()\n    time.sleep(600)\n"
+    )
+    process = ci.begin(f"{sys.executable} -m pytest -q -c /dev/null --rootdir {tmp_path} {tmp_path}", tmp_path / "seen")
+    while not there.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    assert ci.end(process, 0.0) is None
+    assert ci.failures(tmp_path / "seen") == int(fails)
+
+
+def test_whoever_ends_it_ends_its_steps(tmp_path: Path) -> None:
+    beaten = tmp_path / "beats"
+    program = (
+        f"import sys, runpy, signal; sys.path.insert(0, {str(ROOT / '.ci')!r}); import steps\n"
+        "signal.signal(signal.SIGTERM, steps.stop)\n"
+        f"steps.run('while :; do echo >> {beaten}; sleep 0.05; done', 600.0)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-B", "-c", program])
+    while not beaten.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    beats = beaten.read_text()
+    time.sleep(0.3)
     assert beaten.read_text() == beats
