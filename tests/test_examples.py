@@ -52,7 +52,7 @@ def started(name: str, *arguments: str, processes: int = 1, quiet: bool = True) 
     strict = ["-W", "error::UserWarning"] if quiet else []
     command = [sys.executable, *strict, *launch, str(EXAMPLES / f"{name}.py"), *arguments]
     variables = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=variables)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, env=variables)
     assert done.returncode == 0, done.stderr[-3000:]
     assert not quiet or "Warning" not in done.stderr
     return done.stdout

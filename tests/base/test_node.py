@@ -93,7 +93,7 @@ def test_one_that_fails_takes_the_others_with_it(node: Node, what: str, code: in
     assert {rank: (each.exitcode, each.message) for rank, each in ended.items()} == {2: (-15, ""), 3: (code, message)}
     said = node.rest()
     child = int(said.partition("child ")[2].split()[0])
-    until(lambda: not alive(child), seconds=10)
+    until(lambda: not alive(child), seconds=300)
     assert ("ZeroDivisionError" in said) == (what == "trace")
 
 
@@ -103,7 +103,7 @@ def test_a_killed_rank_is_told_by_its_signal(node: Node) -> None:
     while "deaf" not in text:
         text += node.beat()
     os.kill(int(text.partition("deaf ")[2].split()[0]), signal.SIGKILL)
-    thread.join(10)
+    thread.join(300)
     assert [each.exitcode for rank, each in ended.items() if rank == 2] == [-9]
 
 
@@ -114,18 +114,18 @@ def test_ranks_are_ended_when_told_and_when_nobody_asks(node: Node, how: str) ->
     thread, ended = begun(node, share("x", "x", "deaf", "stay", patience_s=patience))
     text, begin = "", time.monotonic()
     while "deaf" not in text or "child" not in text:
-        assert time.monotonic() - begin < 60
+        assert time.monotonic() - begin < 600
         text += node.beat()
         time.sleep(0.05)
     if how == "told":
         node.stop()
-    thread.join(20)
+    thread.join(300)
     assert not thread.is_alive()
     assert {each.exitcode for each in ended.values()} <= {-9, -15}
     assert len(ended) == 2
     for word in ("deaf ", "child "):
         pid = int(text.partition(word)[2].split()[0])
-        until(lambda pid=pid: not alive(pid), seconds=10)
+        until(lambda pid=pid: not alive(pid), seconds=300)
 
 
 def test_a_beat_brings_whole_lines_and_the_last_word_the_rest(node: Node) -> None:

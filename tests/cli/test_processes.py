@@ -51,7 +51,7 @@ def torchrun(*argv: str) -> subprocess.CompletedProcess[str]:
     """``mantissa train`` under torchrun, two processes."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "mantissa", "train")
     command = [sys.executable, *launcher, *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, env=ENVIRONMENT, check=False)
 
 
 def gone(pids: list[int], seconds: float = 10) -> None:
@@ -102,7 +102,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_one_line_and_it_goes_on(
         ranks = children(process.pid)
         assert len(ranks) == 2
         os.kill(ranks[1], signal.SIGKILL)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=600)
         assert process.returncode == 1
         expected = f"mantissa: error: process 1 (pid {ranks[1]}) was killed by SIGKILL"
         assert said.startswith(expected), said
@@ -129,7 +129,7 @@ def test_ctrl_c_and_a_killed_launcher_leave_nobody_behind(several: str, tmp_path
         ranks = children(process.pid)
         assert len(left(scratch)) == 1
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=600)
         assert process.returncode == 130
         assert said == f"mantissa: error: interrupted; continue with: mantissa train --resume {run}\n"
         gone(ranks)

@@ -86,7 +86,7 @@ def test_the_wheel_works_outside_of_the_checkout(installed: Path, tmp_path: Path
 
     def run(*argv: str) -> str:
         command = [sys.executable, "-m", "mantissa", *argv]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -96,12 +95,10 @@ FAULTS = {
 def test_a_fault_in_a_reader_is_one_error(fault: str, tmp_path: Path) -> None:
     wall = 3.0 if fault == "sleep" else 60.0
     limits = replace(LIMITS, memory_bytes=512 << 20, cpu_s=60 if fault != "spin" else 1, wall_s=wall)
-    began = time.monotonic()
     reading = Reading(tmp_path / "x.jsonl", reader=f"bad_readers:{fault}", limits=limits)
     error = attempt(reading.dump)
     assert FAULTS[fault] in str(error)
     assert str(error).startswith(f"{tmp_path / 'x.jsonl'}: ")
-    assert time.monotonic() - began < 50
     with pytest.raises(ProcessLookupError):
         os.kill(reading._process.pid, 0)
 

@@ -3,7 +3,6 @@ alike is the trainer's: tests/training/test_distributed.py."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +57,7 @@ def test_ddp_gets_its_options_and_what_would_go_apart_is_refused(folder: Path) -
 
 
 def test_a_rank_that_fails_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
-    began = time.perf_counter()
     done = torchrun(2, compat_worker.__file__, tmp_path, "failing")
     assert done.returncode != 0
     assert "KeyError: 'answer'" in done.stderr
-    assert time.perf_counter() - began < 60  # gloo itself would wait half an hour
+    assert "torchrun: killed" not in done.stderr  # gloo itself would wait half an hour

@@ -24,7 +24,7 @@ def run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     worker = Path(__file__).with_name("trl_worker.py")
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
     command = [str(PYTHON), str(worker), str(folder), *more]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
 
 
 def test_what_trl_scores_is_recorded(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_the_example_runs_with_generate(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
     command = [str(PYTHON), str(ROOT / "examples" / "trl_doctor.py"), str(tmp_path / "model"), "generate", "logps", "1"]
     done = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "the gate said:" in done.stdout

@@ -170,6 +170,6 @@ def test_two_ranks_with_sharded_weights(tmp_path: Path) -> None:
 def run_worker(arguments: list[str], folder: Path, environment: dict[str, str]) -> None:
     command = [sys.executable, exact_worker.__file__, str(folder), *arguments]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=240, env=os.environ | environment
+        command, capture_output=True, text=True, check=False, timeout=900, env=os.environ | environment
     )
     assert done.returncode == 0, done.stderr[-3000:]

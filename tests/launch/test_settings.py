@@ -182,7 +182,7 @@ def test_the_command(tmp_path: Path) -> None:
                 ("empty.sh", 2, "it sets nothing")]  # fmt: skip
     for name, code, said in expected:
         done = subprocess.run([sys.executable, "-m", "mantissa", "check", str(tmp_path / name)],
-                              capture_output=True, text=True, timeout=60)  # fmt: skip
+                              capture_output=True, text=True, timeout=600)  # fmt: skip
         assert (done.returncode, said in done.stdout + done.stderr) == (code, True), (name, done)
         assert len(done.stderr.splitlines()) == (code == 2)
 

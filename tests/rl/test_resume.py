@@ -247,7 +247,7 @@ def test_one_writer_at_a_time_and_ctrl_c_says_how_to_go_on(
         assert server.run(["report", str(run)]) == 0  # reading needs no lock
     finally:
         process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=120)
+        _, error = process.communicate(timeout=600)
     assert process.returncode == 130
     assert error == f"mantissa: error: interrupted; continue with: mantissa train --resume {run}\n"
     done = RunDirectory.open(run)

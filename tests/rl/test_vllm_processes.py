@@ -59,7 +59,7 @@ def train(
     }
     command = [sys.executable, "-m", "mantissa", "train", str(recipe), f"run_dir={folder / 'run'}"]
     return subprocess.run(
-        [*command, *overrides], capture_output=True, text=True, timeout=300, env=environment, check=False
+        [*command, *overrides], capture_output=True, text=True, timeout=900, env=environment, check=False
     )
 
 

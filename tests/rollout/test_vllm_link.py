@@ -242,7 +242,7 @@ class Crew:
     """Threads in the place of processes; each meets the others or, after ten seconds, nobody."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.meeting, self.board = size, threading.Barrier(size, timeout=10), [None] * size
+        self.size, self.meeting, self.board = size, threading.Barrier(size, timeout=300), [None] * size
 
     def member(self, rank: int) -> Member:
         return Member(self, rank)

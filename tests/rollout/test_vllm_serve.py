@@ -175,7 +175,7 @@ def test_vllms_processes_end_with_the_one_that_started_them() -> None:
     assert core.stdout.readline() == "follows\n"
     assert core.poll() is None
     owner.kill()
-    assert core.wait(20) == -signal.SIGKILL
+    assert core.wait(300) == -signal.SIGKILL
     assert core.stdout.read() == ""  # which the worker had open: it has ended too
     core.stdout.close()
     owner.communicate()

@@ -51,7 +51,7 @@ class Server:
         report = report or kill_when is not None
         about = {"log": str(self.log), "cwd": None if cwd is None else str(cwd)}
         pid, family = self._ask({"argv": argv, "slow": slow, "report": report, **about}), dict[int, str]()
-        deadline = time.monotonic() + 300  # of a machine with other work
+        deadline = time.monotonic() + 900  # of a machine with other work
         while kill_when is not None and Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
             assert time.monotonic() < deadline, self.log.read_text()
             if kill_when():

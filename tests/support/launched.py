@@ -19,7 +19,7 @@ _FORKS.set_forkserver_preload(["torch", "torch.distributed.fsdp", "mantissa.rl.s
 
 
 def torchrun(
-    world: int, script: str, folder: Path, *arguments: str, timeout_s: float = 400
+    world: int, script: str, folder: Path, *arguments: str, timeout_s: float = 1800
 ) -> subprocess.CompletedProcess[str]:
     """A worker in ``world`` processes of one thread on the CPU, with the environment that torchrun gives them.
 
@@ -42,6 +42,7 @@ def torchrun(
     end = time.monotonic() + timeout_s
     while (alive := [rank for rank in ranks if rank.is_alive()]) and not any(rank.exitcode for rank in ranks):
         if not wait([rank.sentinel for rank in alive], end - time.monotonic()):
+            texts[1].open("a").write(f"torchrun: killed after {timeout_s:.0f} s\n")
             break
     for rank in alive:
         rank.kill()

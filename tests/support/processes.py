@@ -32,7 +32,7 @@ def descendants(pid: int) -> dict[int, str]:
     return found
 
 
-def until(condition: Callable[[], bool], process: subprocess.Popen[Any] | None = None, seconds: float = 300) -> None:
+def until(condition: Callable[[], bool], process: subprocess.Popen[Any] | None = None, seconds: float = 900) -> None:
     """Wait for ``condition``, as long as ``process`` runs."""
     end = time.monotonic() + seconds
     while not condition():

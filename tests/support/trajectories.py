@@ -43,7 +43,7 @@ def redis_server(folder: Path) -> Iterator[str]:
     command = ["redis-server", "--port", "0", "--unixsocket", str(path), "--dir", str(folder), "--save", ""]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 300
         while not path.exists():
             assert process.poll() is None
             assert time.monotonic() < end
