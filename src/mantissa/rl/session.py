@@ -239,7 +239,7 @@ def _environment(parts: Parts) -> dict[str, Any]:
     return environment() | about | products | weights | exact | several | share
 
 
-def _precision(parts: Parts) -> list[dict[str, str]]:
+def _precision(parts: Parts) -> list[dict[str, Any]]:
     """The precision table; where Adam's moments are not as the masters, with a line of their own."""
     rows = _rows(parts)
     if parts.feedback is not None:
@@ -247,14 +247,14 @@ def _precision(parts: Parts) -> list[dict[str, str]]:
     return rows
 
 
-def _rows(parts: Parts) -> list[dict[str, str]]:
+def _rows(parts: Parts) -> list[dict[str, Any]]:
     rows = parts.precision.rows()
     moments = described(parts.learner.step.optimizer)
     if moments is not None:
         at = next(index for index, row in enumerate(rows) if row["role"] == "master")
         rows[at]["reason"] = "weights and what updates them; Adam moments are the next line"
         line = {"role": "moments", "requested": "8bit", "active": "8bit", "kernels": "torchao", "reason": moments}
-        rows.insert(at + 1, line)
+        rows.insert(at + 1, rows[at] | line)
     if (masters := parts.learner.step.masters).kind != "fp32":
         here = next(row for row in rows if row["role"] == "master")
         here |= {"requested": masters.kind, "active": "bf16", "kernels": "simulated", "reason": masters.reason}

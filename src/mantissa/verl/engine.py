@@ -169,8 +169,7 @@ class MantissaEngine(BaseEngine):
             watched = nn.ModuleDict({"policy": self.module, "partition": self.flowrl.flow.head})
 
         def diagnose(backward: Backward) -> str:
-            found = self.ranks.gather(where_nonfinite(watched, lambda: backward(scaler.scale)))
-            return min(found, key=lambda text: (text.startswith("nothing"), "the output of" not in text))
+            return str(where_nonfinite(watched, lambda: backward(scaler.scale), self.ranks))
 
         clip = float("inf") if optim.clip_grad is None else float(optim.clip_grad)
         return OptimizerStep(
