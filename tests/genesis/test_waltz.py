@@ -381,7 +381,7 @@ def test_it_goes_on_from_the_newest_checkpoint(saved: tuple[int, ...], monkeypat
     side: Any = types.SimpleNamespace(open=opened.append, export=lambda: None)
     made: Any = object.__new__(waltz.Waltz)
     made.inner, made.sides = contextlib.nullcontext(), (side, side)
-    made.run = types.SimpleNamespace(checkpoint_path=lambda step: Path("run", "checkpoints", f"step-{step}"))
+    made.run = types.SimpleNamespace(checkpoints=Path("run", "checkpoints"))
     made.config = types.SimpleNamespace(steps=5)
     made._restore, made._begin = lambda step: step, lambda: 0
     played: list[int] = []

@@ -318,7 +318,7 @@ class Waltz:
     def go(self) -> bool:
         """Run to the end, from the newest checkpoint or from the beginning."""
         with self.inner:
-            saved = saved_steps(self.run.checkpoint_path(0).parent)
+            saved = saved_steps(self.run.checkpoints)
             step = self._restore(saved[-1]) if saved else self._begin()
             for side in self.sides:
                 side.open(step)
@@ -354,10 +354,10 @@ class Waltz:
         more = answers.more | {_THEIRS + name: tensors for name, tensors in theirs.items()}
         state = {**answers.state, "feedback": feedback.state}
         both = Checkpoint(step, answers.policy, answers.optimizer, state, more)
-        save_checkpoint(self.run.checkpoint_path(0).parent, both, self.config.checkpoint.keep)
+        save_checkpoint(self.run.checkpoints, both, self.config.checkpoint.keep)
 
     def _restore(self, step: int) -> int:
-        both = load_checkpoint(self.run.checkpoint_path(0).parent, step)
+        both = load_checkpoint(self.run.checkpoints, step)
         more = {name.removeprefix(_THEIRS): both.part(name) for name in both.more if name.startswith(_THEIRS)}
         policy, optimizer = more.pop("policy", {}), more.pop("optimizer", {})
         self.feedback.restore(Checkpoint(step, policy, optimizer, both.state.get("feedback", {}), more, both.checked))

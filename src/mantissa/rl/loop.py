@@ -55,8 +55,8 @@ class Loop(Steps):
     def go(self) -> bool:
         """Run to the end: from the newest checkpoint, or from the beginning. False: the guard fell back on the way, and
         the newest checkpoint is to be gone on from in another format."""
-        saved = self.ranks.broadcast(saved_steps(self._checkpoints))  # rank 0 may be about to write one
-        step = self.restore(load_checkpoint(self._checkpoints, saved[-1])) if saved else self.begin()
+        saved = self.ranks.broadcast(saved_steps(self.run.checkpoints))  # rank 0 may be about to write one
+        step = self.restore(load_checkpoint(self.run.checkpoints, saved[-1])) if saved else self.begin()
         self.open(step)
         try:
             while step < self.config.steps and not self.fell_back:
@@ -212,7 +212,7 @@ class Loop(Steps):
         checkpoint = self.checkpoint(step)
         if checkpoint is not None:
             spare = () if self.guard is None else (self.guard.good,)
-            save_checkpoint(self._checkpoints, checkpoint, self.config.checkpoint.keep, spare)
+            save_checkpoint(self.run.checkpoints, checkpoint, self.config.checkpoint.keep, spare)
 
     def _hold_room(self, step: int) -> None:
         """Hold room on the disk for a checkpoint of the state as it is, so that a disk that fills costs no step.

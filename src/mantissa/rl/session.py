@@ -22,13 +22,13 @@ from rich.console import Console
 from mantissa.base.device import choose_device
 from mantissa.base.errors import MantissaError, StoppedError
 from mantissa.base.ranks import ALONE, Ranks, world_size
-from mantissa.dropin import ReferenceRun
+from mantissa.guard import ReferenceRun
+from mantissa.guard.watch import fall_back_of
 from mantissa.precision import resolve
 from mantissa.precision.cpu import CpuProducts
 from mantissa.rl.assemble import Parts, assemble
-from mantissa.rl.config.recipe import apply_overrides, make_config
+from mantissa.rl.config.recipe import apply_overrides, make_config, widened
 from mantissa.rl.config.run import RunConfig
-from mantissa.rl.guarded import fall_back_of, in_force, widened
 from mantissa.rl.loop import Loop
 from mantissa.runs.directory import Onlooker, RunDirectory, default_path, environment
 from mantissa.runs.health import share_sentence
@@ -72,7 +72,7 @@ def resume(path: str | Path, overrides: Sequence[str] = (), nproc: int | None = 
     with joined(config, choose_device(config.device)) as ranks:
         run = RunDirectory.open(path, write=True) if ranks.rank0 else Onlooker.open(path)
         with run, _resumable(run):
-            config = in_force(config, run, ranks)
+            config = _in_force(config, run, ranks)
             return _to_the_end(config, _assemble(config, ranks, _products(run, ranks)), run, "resume")
 
 
@@ -135,8 +135,16 @@ def _to_the_end(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
         if finished:
             return build_report(run) if ranks.rank0 else run.report_path
         del parts  # their memory goes before others take as much
-        config, way = in_force(config, run, ranks), "fall back"
+        config, way = _in_force(config, run, ranks), "fall back"
         parts = _assemble(config, ranks, _products(run, ranks))
+
+
+def _in_force(config: RunConfig, run: RunDirectory, ranks: Ranks) -> RunConfig:
+    """The run's configuration as it goes on: the recipe's, in the format that the guard has taken it to."""
+    if config.guard is None:
+        return config
+    fell = ranks.broadcast(fall_back_of(run.checkpoints) if ranks.rank0 else None)
+    return config if fell is None else widened(config, fell["to"])
 
 
 def _assemble(config: RunConfig, ranks: Ranks, products: CpuProducts | None = None) -> Parts:
@@ -180,7 +188,7 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
                 live.note(parts.twin.line)
             for note in (*parts.task.notes, *parts.sampler.grader.notes):
                 live.note(note)
-            if rank0 and config.guard is not None and (fell := fall_back_of(run)):
+            if rank0 and config.guard is not None and (fell := fall_back_of(run.checkpoints)):
                 run.record_fall_back(fell, _environment(parts))
             if way == "resume" and rank0:
                 for key, (then, now) in run.record_resume(done, _environment(parts)).items():

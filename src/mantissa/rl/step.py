@@ -23,6 +23,7 @@ import torch
 from mantissa.algorithms import values
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import Reserve, is_full
+from mantissa.guard.watch import RunGuard
 from mantissa.mismatch.metrics import gap_metrics
 from mantissa.precision.numerics import masked_mean
 from mantissa.rl.assemble import Parts
@@ -30,7 +31,6 @@ from mantissa.rl.collect.batch import Batch
 from mantissa.rl.collect.source import SyncSource
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.experience import Experience
-from mantissa.rl.guarded import RunGuard
 from mantissa.rl.learner import Update
 from mantissa.rl.objective import weigh
 from mantissa.rl.probes.engine_share import EngineShare
@@ -73,13 +73,14 @@ class Steps(ABC):
         self.exactness: Exactness | None = None
         self.guard: RunGuard | None = None
         if config.guard is not None:
-            self.guard = RunGuard(config, run, parts.ranks, live.note)
+            both = dict.fromkeys((config.precision.train, config.precision.rollout))
+            self.guard = RunGuard(config.guard, run.path, "/".join(both), parts.ranks, live.note)
             self.learner.step.on_nonfinite = "skip"  # what becomes of it is then the guard's decision
             if self.learner.critic is not None:
                 self.learner.critic.step.on_nonfinite = "skip"
         self.fell_back = False  # whether the run goes on in another format, from the checkpoint that says so
         self.probes = self._probes()
-        self.room = Reserve(self._checkpoints, f"{self._checkpoints}, where room for the next checkpoint is kept")
+        self.room = Reserve(run.checkpoints, f"{run.checkpoints}, where room for the next checkpoint is kept")
         self._seconds: dict[str, float] = {}
         self._started: float | None = None  # when the present step was, its first try
         self._at = 0  # the present step
@@ -102,10 +103,6 @@ class Steps(ABC):
         if config.doctor is not None:
             probes.append(Diagnose(config, learner, self.run, self.live.note))
         return [*probes, Flushed(learner)]
-
-    @property
-    def _checkpoints(self) -> Any:
-        return self.run.checkpoint_path(0).parent
 
     @abstractmethod
     def _save(self, step: int) -> None:
@@ -200,7 +197,7 @@ class Steps(ABC):
         if self.guard is not None and self.guard.judge(row):
             self.fell_back = True
             if self.ranks.rank0:
-                self.guard.fall_back(self._checkpoints, step, self.position, config.checkpoint.keep)
+                self.guard.fall_back(self.run.checkpoints, step, self.position, config.checkpoint.keep)
             return
         if step % config.checkpoint.every == 0 or last:
             with self._timed("checkpoint"):  # appears in the next step's row

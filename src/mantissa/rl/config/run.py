@@ -12,7 +12,7 @@ from mantissa.base.bounds import LARGEST_SEED
 from mantissa.base.config import Config, Refusals
 from mantissa.base.errors import MantissaError
 from mantissa.doctor.diagnosis import DoctorConfig
-from mantissa.dropin import GuardConfig
+from mantissa.guard import GuardConfig
 from mantissa.precision import DIAL, SCHEMES, PrecisionPolicy
 from mantissa.rl.config.sections import (
     CheckpointConfig,
