@@ -37,7 +37,8 @@ from mantissa.rl.collect.sampler import Sampler
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.config.sections import LossScalingConfig, ModelSource
 from mantissa.rl.engines import build_engine, emulated, on_vllm
-from mantissa.rl.exact import ExactTwin, exact_plan, exact_twin, prove
+from mantissa.rl.exact.plan import exact_plan, prove
+from mantissa.rl.exact.twin import ExactTwin, exact_twin
 from mantissa.rl.learner import Learner
 from mantissa.rl.placing import place
 from mantissa.rl.score import ReferencePolicy

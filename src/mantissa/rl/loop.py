@@ -24,7 +24,7 @@ from mantissa.rl.collect.batch import Batch, Collector, pack, unpack
 from mantissa.rl.collect.sampler import success_rates
 from mantissa.rl.collect.source import AsyncSource, SyncSource
 from mantissa.rl.config.run import RunConfig
-from mantissa.rl.probes.interface import SampleAgain
+from mantissa.rl.probes import SampleAgain
 from mantissa.rl.step import MOST_REJECTED, Steps, left_out
 from mantissa.rl.warm_start import warm_start
 from mantissa.runs.directory import RunDirectory

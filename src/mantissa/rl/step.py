@@ -30,14 +30,12 @@ from mantissa.rl.assemble import Parts
 from mantissa.rl.collect.batch import Batch
 from mantissa.rl.collect.source import SyncSource
 from mantissa.rl.config.run import RunConfig
+from mantissa.rl.exact.check import Exactness
+from mantissa.rl.exact.twin import EngineShare
 from mantissa.rl.experience import Experience
 from mantissa.rl.learner import Update
 from mantissa.rl.objective import weigh
-from mantissa.rl.probes.engine_share import EngineShare
-from mantissa.rl.probes.exactness import Exactness
-from mantissa.rl.probes.interface import Probe
-from mantissa.rl.probes.kept_mass import KeptMass
-from mantissa.rl.probes.small import Diagnose, Flushed, Lag, Refresh
+from mantissa.rl.probes import Diagnose, Flushed, KeptMass, Lag, Probe, Refresh
 from mantissa.rl.score import OnTokenLogits
 from mantissa.rollout.types import CopyingEngine
 from mantissa.runs.directory import RunDirectory
@@ -90,7 +88,8 @@ class Steps(ABC):
         config, parts, learner = self.config, self.parts, self.learner
         probes: list[Probe] = [Lag(learner, config.rollout.max_policy_lag)]
         if config.precision.kernels == "exact":
-            self.exactness = Exactness(config, parts, self.run, self.live.note)
+            made_of = learner, parts.sampler, self.reference, parts.replan
+            self.exactness = Exactness(config, *made_of, self.run.path, self.live.note)
             probes.append(self.exactness)
         if parts.twin is not None:
             how = config.rollout.temperature, config.optimizer.micro_batch_tokens, parts.ranks

@@ -39,7 +39,7 @@ from mantissa.kernels import learner_kernels
 from mantissa.model import load_model, policy_weights
 from mantissa.precision import resolve
 from mantissa.rl.config.sections import LossScalingConfig
-from mantissa.rl.exact import exact_plan, prove
+from mantissa.rl.exact.plan import exact_plan, prove
 from mantissa.rl.flow import Flow
 from mantissa.rl.placing import place
 from mantissa.rl.score import Entropies, Forward, forward
