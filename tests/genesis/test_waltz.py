@@ -378,14 +378,19 @@ def test_what_cannot_be_is_said_before_anything_is_made(finished: RunDirectory, 
 def test_it_goes_on_from_the_newest_checkpoint(saved: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of however many there are, and both sides from the step that it is of."""
     opened: list[int] = []
-    side: Any = types.SimpleNamespace(open=opened.append, export=lambda: None)
+    source: Any = types.SimpleNamespace(start=lambda step, *_: opened.append(step))
+    side: Any = types.SimpleNamespace(
+        sampler=types.SimpleNamespace(engine=None), learner=types.SimpleNamespace(weights={}, version=0), ahead=[]
+    )
     made: Any = object.__new__(waltz.Waltz)
-    made.inner, made.sides = contextlib.nullcontext(), (side, side)
-    made.run = types.SimpleNamespace(checkpoints=Path("run", "checkpoints"))
+    made.inner, made.runs = contextlib.nullcontext(), (side, side)
+    made.folder = types.SimpleNamespace(checkpoints=Path("run", "checkpoints"))
     made.config = types.SimpleNamespace(steps=5)
     made._restore, made._begin = lambda step: step, lambda: 0
     played: list[int] = []
     made.step = played.append
+    monkeypatch.setattr(waltz, "_Played", lambda engine: source)
+    monkeypatch.setattr(waltz, "export", lambda run: None)
     monkeypatch.setattr(waltz, "saved_steps", lambda folder: list(saved))
     assert made.go()
     newest = max(saved, default=0)

@@ -26,13 +26,13 @@ from mantissa.cli import app
 from mantissa.kernels import ExactBf16Kernels, ExactKernels, Kernels, NativeKernels, Planned, plan_exact
 from mantissa.model import Decoder, ModelConfig, load_model
 from mantissa.precision import E4M3, FP32, PrecisionPolicy, cpu, round_to_format
-from mantissa.rl import assemble, session
+from mantissa.rl import assemble, loop, session
 from mantissa.rl.exact import plan, replay
 from mantissa.rl.exact.check import Exactness
 from mantissa.rl.exact.replay import Case, read_case, write_case
 from mantissa.rl.experience import Experience, Sequences
 from mantissa.rl.learner import Learner
-from mantissa.rl.loop import Loop
+from mantissa.rl.run import Run
 from mantissa.rl.score import forward
 from mantissa.rollout import Call, NativeEngine, Request, SamplingParams, generation
 from mantissa.rollout.sampling import sample, uniforms
@@ -323,16 +323,16 @@ def test_a_fault_between_checks_and_in_the_last_step(
     train: Train, monkeypatch: pytest.MonkeyPatch, broken: Any, step: int, said: str
 ) -> None:
     """Of three steps the first and last are checked; the update of the second compares what it computes anyway."""
-    stepped = Loop.step
+    stepped = loop.take_step
 
-    def break_and_step(self: Loop, number: int) -> None:
+    def break_and_step(run: Run, number: int) -> dict[str, Any]:
         if number == step and broken is Silu:
-            self.sampler.engine.kernels.__class__ = Silu  # type: ignore[attr-defined]
+            run.sampler.engine.kernels.__class__ = Silu  # type: ignore[attr-defined]
         elif number == step:
             monkeypatch.setattr(generation, "sample", broken)
-        stepped(self, number)
+        return stepped(run, number)
 
-    monkeypatch.setattr(Loop, "step", break_and_step)
+    monkeypatch.setattr(loop, "take_step", break_and_step)
     with pytest.raises(MantissaError, match=f"step {step}: .*{said}"):
         train(*EXACT, "steps=3", "precision=fp32", "precision.check_every=9")  # warm, so that some rewards differ
 

@@ -29,7 +29,8 @@ from mantissa.precision.cpu import CpuProducts
 from mantissa.rl.assemble import Parts, assemble
 from mantissa.rl.config.recipe import apply_overrides, make_config, widened
 from mantissa.rl.config.run import RunConfig
-from mantissa.rl.loop import Loop
+from mantissa.rl.loop import go
+from mantissa.rl.run import Run
 from mantissa.runs.directory import Onlooker, RunDirectory, default_path, environment
 from mantissa.runs.health import share_sentence
 from mantissa.runs.live import Live
@@ -129,7 +130,7 @@ def _to_the_end(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
     while True:
         ranks = parts.ranks
         try:
-            finished = _go(config, parts, run, way)
+            finished = _take_steps(config, parts, run, way)
         finally:
             parts.close()
         if finished:
@@ -164,7 +165,7 @@ def _game() -> Any:
     return importlib.import_module("mantissa.genesis.waltz")
 
 
-def _go(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
+def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
     """Take the run's steps in its present format; False where the guard fell back on the way."""
     rank0 = parts.ranks.rank0
     steps = run.checkpoint_steps() if way != "start" else []
@@ -194,12 +195,10 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
                 for key, (then, now) in run.record_resume(done, _environment(parts)).items():
                     what = f"{key} was {then}, now {now}: numbers may differ in their last bits from the first run's"
                     live.note(f"warning: {what}")
-            loop: Any
             if parts.feedback is None:
-                loop = Loop(config, parts, run, trackers, live)
+                finished = go(Run(config, parts, run, trackers, live))
             else:
-                loop = _game().Waltz(config, parts, run, trackers, live, _environment(parts.feedback))
-            finished = loop.go()
+                finished = _game().Waltz(config, parts, run, trackers, live, _environment(parts.feedback)).go()
             if rank0 and finished and (said := share_sentence(run.read_metrics(), run.environment)):
                 live.note(said)
     finally:
