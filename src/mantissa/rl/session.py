@@ -6,11 +6,11 @@ look on.
 
 from __future__ import annotations
 
-import importlib
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -35,13 +35,29 @@ from mantissa.runs.directory import Onlooker, RunDirectory, default_path, enviro
 from mantissa.runs.health import share_sentence
 from mantissa.runs.live import Live
 from mantissa.runs.report import build_report
-from mantissa.runs.trackers import from_names
+from mantissa.runs.trackers import Trackers, from_names
 from mantissa.training.audit import audit
 from mantissa.training.distributed import join
 from mantissa.training.optimizer import described
 
 _PATIENCE = timedelta(minutes=30)  # that a rank waits for another: one may have sampled much longer responses
 MAY_CHANGE = ("nproc", "parallel", "rollout.vllm.server")  # when a run goes on
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of run: how its parts are made, and how it goes from its beginning or a checkpoint to its end."""
+
+    assemble: Callable[..., Parts]
+    go: Callable[[RunConfig, Parts, RunDirectory, Trackers, Live], bool]
+
+
+_PLAIN = Kind(assemble, lambda *made: go(Run(*made)))  # one policy, and nothing that plays with it
+KINDS: dict[str, Kind] = {}  # the others, by the section of a recipe that asks for one; each registers itself
+
+
+def _kind(config: RunConfig) -> Kind:
+    return next((kind for section, kind in KINDS.items() if getattr(config, section) is not None), _PLAIN)
 
 
 def start(config: RunConfig) -> Path:
@@ -55,7 +71,7 @@ def start(config: RunConfig) -> Path:
         try:
             path = ranks.broadcast(config.run_dir or str(default_path(config.name)))
             plain = config.model_dump(mode="json", exclude={"run_dir"})
-            run = RunDirectory.create(path, plain, _environment(parts)) if ranks.rank0 else Onlooker(path)
+            run = RunDirectory.create(path, plain, environment_of(parts)) if ranks.rank0 else Onlooker(path)
         except BaseException:
             parts.close()
             raise
@@ -149,20 +165,13 @@ def _in_force(config: RunConfig, run: RunDirectory, ranks: Ranks) -> RunConfig:
 
 
 def _assemble(config: RunConfig, ranks: Ranks, products: CpuProducts | None = None) -> Parts:
-    build = assemble if config.waltz is None else _game().assemble_two
-    parts: Parts = build(config, ranks, products=products)
-    return parts
+    return _kind(config).assemble(config, ranks, products=products)
 
 
 def _products(run: RunDirectory, ranks: Ranks) -> CpuProducts | None:
     """How the processor multiplied when the run began, held from then on; None where the run does not say."""
     recorded = run.environment.get("products") if ranks.rank0 else None
     return ranks.broadcast(None if recorded is None else CpuProducts.of(recorded))
-
-
-def _game() -> Any:
-    """The game of two policies: built on this room, so imported by name, and only by a recipe that plays it."""
-    return importlib.import_module("mantissa.genesis.waltz")
 
 
 def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
@@ -177,8 +186,8 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
             ranks, device = parts.ranks, str(parts.device)
             if not ranks.alone:
                 device = f"{parts.device.type}, {ranks.world} processes ({ranks.kind})"
-            other = "" if parts.feedback is None else f"   feedback policy {_parameters(parts.feedback)}"
-            live.note(f"run {run.path}   device {device}   parameters {_parameters(parts)}{other}")
+            others = "".join(f"   {name} policy {_parameters(other)}" for name, other in parts.beside.items())
+            live.note(f"run {run.path}   device {device}   parameters {_parameters(parts)}{others}")
             if parts.precision.products is not None:
                 live.note(f"products {parts.precision.products}; which library has which shape: environment.json")
             if parts.model.config.weights_note:
@@ -190,15 +199,12 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
             for note in (*parts.task.notes, *parts.sampler.grader.notes):
                 live.note(note)
             if rank0 and config.guard is not None and (fell := fall_back_of(run.checkpoints)):
-                run.record_fall_back(fell, _environment(parts))
+                run.record_fall_back(fell, environment_of(parts))
             if way == "resume" and rank0:
-                for key, (then, now) in run.record_resume(done, _environment(parts)).items():
+                for key, (then, now) in run.record_resume(done, environment_of(parts)).items():
                     what = f"{key} was {then}, now {now}: numbers may differ in their last bits from the first run's"
                     live.note(f"warning: {what}")
-            if parts.feedback is None:
-                finished = go(Run(config, parts, run, trackers, live))
-            else:
-                finished = _game().Waltz(config, parts, run, trackers, live, _environment(parts.feedback)).go()
+            finished = _kind(config).go(config, parts, run, trackers, live)
             if rank0 and finished and (said := share_sentence(run.read_metrics(), run.environment)):
                 live.note(said)
     finally:
@@ -228,7 +234,7 @@ def _resumable(run: RunDirectory) -> Iterator[None]:
         ) from None
 
 
-def _environment(parts: Parts) -> dict[str, Any]:
+def environment_of(parts: Parts) -> dict[str, Any]:
     """Where the run runs, and the precision table with what the probes saw."""
     rows = _precision(parts)
     for row in rows:
@@ -249,8 +255,8 @@ def _environment(parts: Parts) -> dict[str, Any]:
 def _precision(parts: Parts) -> list[dict[str, Any]]:
     """The precision table; where Adam's moments are not as the masters, with a line of their own."""
     rows = _rows(parts)
-    if parts.feedback is not None:
-        rows += [{**row, "role": f"feedback {row['role']}"} for row in _rows(parts.feedback)]
+    for name, other in parts.beside.items():
+        rows += [{**row, "role": f"{name} {row['role']}"} for row in _rows(other)]
     return rows
 
 

@@ -36,8 +36,10 @@ from mantissa.rl.collect.sampler import Sample
 from mantissa.rl.collect.source import SyncSource
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.config.sections import RolloutConfig
+from mantissa.rl.config.waltz import feedback_config
 from mantissa.rl.loop import begin, export
 from mantissa.rl.run import Run, checkpoint_of, restore
+from mantissa.rl.session import KINDS, Kind, environment_of
 from mantissa.rl.step import Row, take_step
 from mantissa.rollout import NativeEngine, RolloutEngine
 from mantissa.runs.directory import RunDirectory
@@ -47,10 +49,12 @@ from mantissa.tasks import Problem, Reviews, Reward, Script, build_task
 from mantissa.tasks.requests import Feedback, label_of
 from mantissa.training import Checkpoint, load_checkpoint, save_checkpoint, saved_steps
 
+_OTHER = "feedback"  # the policy beside the recipe's own
+
 
 def assemble_two(config: RunConfig, ranks: Ranks = ALONE, products: CpuProducts | None = None) -> Parts:
     """The parts of a conversation policy, and in them those of its feedback policy; ``products``: ``assemble``'s."""
-    waltz, other = config.waltz, config.of_feedback
+    waltz, other = config.waltz, feedback_config(config)
     assert waltz is not None
     if config.model.tokenizer != other.model.tokenizer:
         raise MantissaError(
@@ -63,24 +67,23 @@ def assemble_two(config: RunConfig, ranks: Ranks = ALONE, products: CpuProducts 
     script = Script.of(task, waltz.review, waltz.revise)
     parts = assemble(config, ranks, task, products)
     try:
-        parts = replace(parts, feedback=assemble(other, ranks, Reviews(task, script), products))
+        parts = replace(parts, beside={_OTHER: assemble(other, ranks, Reviews(task, script), products)})
         _check_dialogues(config, parts, script)
     except BaseException:
         parts.close()
         raise
     if config.model.path is not None and config.model.path == other.model.path:
-        assert parts.feedback is not None
-        _share_base(parts.model, parts.feedback.model)
+        _share_base(parts.model, parts.beside[_OTHER].model)
     return parts
 
 
 def _check_dialogues(config: RunConfig, parts: Parts, script: Script) -> None:
     """Refuse labels that are none, and a game whose longest dialogue one of its policies has no positions for."""
-    assert parts.feedback is not None
     assert config.waltz is not None
-    rounds, answer, said = config.waltz.rounds, config.rollout.max_tokens, config.of_feedback.rollout.max_tokens
+    other = parts.beside[_OTHER]
+    rounds, answer, said = config.waltz.rounds, config.rollout.max_tokens, feedback_config(config).rollout.max_tokens
     again = len(parts.tokenizer.encode(script.revise)) + answer + said
-    sides = (("rollout", parts, answer + rounds * again), ("waltz.feedback.rollout", parts.feedback, answer + said))
+    sides = (("rollout", parts, answer + rounds * again), ("waltz.feedback.rollout", other, answer + said))
     for problem in itertools.chain(parts.task.split("train"), parts.task.split("heldout")):
         label_of(problem)
         for where, side, written in sides:
@@ -143,12 +146,12 @@ class Game:
 
     def __init__(self, config: RunConfig, parts: Parts) -> None:
         assert config.waltz is not None
-        assert parts.feedback is not None
-        assert isinstance(parts.feedback.task, Reviews)
-        self.config, self.waltz, self.script = config, config.waltz, parts.feedback.task.script
+        task = parts.beside[_OTHER].task
+        assert isinstance(task, Reviews)
+        self.config, self.waltz, self.script = config, config.waltz, task.script
         self.problems, self.heldout = parts.task.split("train"), parts.task.split("heldout")
-        self.other = config.of_feedback
-        self.talker, self.critic = parts.sampler, parts.feedback.sampler
+        self.other = feedback_config(config)
+        self.talker, self.critic = parts.sampler, parts.beside[_OTHER].sampler
         self._seconds: dict[str, float] = {}
 
     def step(self, step: int) -> tuple[Batch, Batch]:
@@ -296,23 +299,15 @@ _THEIRS = "feedback_"  # begins the names of the feedback policy's files in a ch
 
 
 class Waltz:
-    """Both policies' runs, taken a step at a time. ``environment``: the feedback policy's, for its folder."""
+    """Both policies' runs, taken a step at a time."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        parts: Parts,
-        run: RunDirectory,
-        trackers: Trackers,
-        live: Live,
-        environment: Mapping[str, Any],
-    ) -> None:
-        assert parts.feedback is not None
-        self.config, self.folder, self.game = config, run, Game(config, parts)
-        self.inner = run.inner(self.game.other.model_dump(mode="json", exclude={"run_dir"}), environment)
+    def __init__(self, config: RunConfig, parts: Parts, folder: RunDirectory, trackers: Trackers, live: Live) -> None:
+        self.config, self.folder, self.game = config, folder, Game(config, parts)
+        other, theirs = self.game.other, parts.beside[_OTHER]
+        self.inner = folder.inner(other.model_dump(mode="json", exclude={"run_dir"}), environment_of(theirs))
         beside = Trackers([_Beside(trackers)])
-        self.conversation = Run(config, parts, run, trackers, live)
-        self.feedback = Run(self.game.other, parts.feedback, self.inner, beside, _Aside(live))
+        self.conversation = Run(config, parts, folder, trackers, live)
+        self.feedback = Run(other, theirs, self.inner, beside, _Aside(live))
         self.runs = (self.feedback, self.conversation)
         for each in self.runs:
             if each.exactness is not None:
@@ -418,3 +413,6 @@ class _Beside:
 
     def close(self) -> None:
         """Nothing: they are the run's."""
+
+
+KINDS["waltz"] = Kind(assemble_two, lambda *made: Waltz(*made).go())
