@@ -27,7 +27,7 @@ from mantissa.kernels import learner_kernels, rollout_kernels
 from mantissa.model import LoraConfig, policy_weights
 from mantissa.precision import PrecisionPolicy, resolve
 from mantissa.rl.adapters import open_policy
-from mantissa.rl.exact import exact_plan
+from mantissa.rl.exact.plan import exact_plan
 from mantissa.rl.experience import Sequences
 from mantissa.rl.score import forward
 from mantissa.rollout import NativeEngine, Request, SamplingParams

@@ -1,4 +1,4 @@
-"""Mantissa's side of the RL step: a worker (see workers.py) around ``Loop``, as ``mantissa train`` runs it.
+"""Mantissa's side of the RL step: a worker (see workers.py) around ``Run``, as ``mantissa train`` runs it.
 
     python benchmarks/rl_step.py FOLDER --precision fp16 --threads 2 [--work pretrained --model MODEL]
 
@@ -28,7 +28,9 @@ from mantissa.cli.machine import keep_freed_memory
 from mantissa.model import Decoder, FreshModelConfig, character_tokenizer, save_model
 from mantissa.rl import RunConfig, make_config
 from mantissa.rl.assemble import Parts, assemble
-from mantissa.rl.loop import Loop
+from mantissa.rl.loop import open_source
+from mantissa.rl.run import Run
+from mantissa.rl.step import settle, take_step
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live
 from mantissa.runs.trackers import Trackers
@@ -90,20 +92,20 @@ def write_model(folder: Path) -> Path:
     return folder / "model"
 
 
-def build(model: Path, work: Work, precision: str, device: str, run_dir: str) -> tuple[Loop, Parts, Live]:
-    """The loop at its first step, outside a recipe's life cycle (no warm start, no checkpoint)."""
+def build(model: Path, work: Work, precision: str, device: str, run_dir: str) -> tuple[Run, Parts, Live]:
+    """The run at its first step, outside a recipe's life cycle (no warm start, no checkpoint)."""
     config = recipe(model, work, precision, device, run_dir)
     parts = assemble(config)
     parts.task.verifier = DenseReward()
     parts.sampler.grader = Grader(parts.task.verifier)
-    run = RunDirectory.create(run_dir, {}, {"precision": parts.precision.rows()})
+    folder = RunDirectory.create(run_dir, {}, {"precision": parts.precision.rows()})
     live = Live(config.steps)
-    loop = Loop(config, parts, run, Trackers(()), live)
-    loop.params = replace(loop.params, stop_token_ids=())
-    loop.kept = list(range(work.prompts))
-    loop.source = loop._source()
-    loop.source.start(0, parts.learner.weights, parts.learner.version, ())
-    return loop, parts, live
+    run = Run(config, parts, folder, Trackers(()), live)
+    run.params = replace(run.params, stop_token_ids=())
+    run.kept = list(range(work.prompts))
+    run.source = open_source(run)
+    run.source.start(0, parts.learner.weights, parts.learner.version, ())
+    return run, parts, live
 
 
 class Stepper:
@@ -112,9 +114,9 @@ class Stepper:
     def __init__(self, folder: Path, work: Work, precision: str, device: str, model: Path | None) -> None:
         self._scratch = Path(tempfile.mkdtemp(prefix="rl_step-"))
         self.work, run_dir = work, str(self._scratch / "run")
-        self.loop, self.parts, self._live = build(model or write_model(folder), work, precision, device, run_dir)
+        self.run, self.parts, self._live = build(model or write_model(folder), work, precision, device, run_dir)
         self._count = 0
-        prompts = [problem.prompt for problem in self.loop.train]
+        prompts = [problem.prompt for problem in self.run.train]
         (folder / "prompts.json").write_text(json.dumps(prompts))
 
     def __call__(self, order: str = "go") -> dict[str, Any]:
@@ -132,10 +134,10 @@ class Stepper:
         self._count += 1
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         started, cpu = time.perf_counter(), time.process_time()
-        self.loop.step(self._count)
+        settle(self.run, self._count, take_step(self.run, self._count))
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
         used = resource.getrusage(resource.RUSAGE_SELF)
-        row = self.loop.run.read_metrics()[-1]
+        row = self.run.folder.read_metrics()[-1]
         assert row["rollout/tokens"] == self.work.rows * self.work.new_tokens
         assert row["optim/updates"] == self._count, "a step was skipped"
         phases = {phase: row[f"time/{phase}"] for phase in PHASES}

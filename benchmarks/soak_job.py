@@ -31,10 +31,10 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.jsonl import JsonLines
 from mantissa.base.readers.json import parse_json
 from mantissa.bench.runner import give_back_freed, rotated
-from mantissa.dropin import GuardConfig
 from mantissa.genesis.evolution import Evolution, EvolutionConfig, shipped
 from mantissa.genesis.evolution.proposers import Edits, Proposal, ProposalRequest
 from mantissa.genesis.worldmodel import SQLiteBuffer, Trajectory, WorldModel, synthetic
+from mantissa.guard import GuardConfig
 
 BUFFER = "buffer.db"
 PHASES = ("evolve", "store", "train", "save", "predict")

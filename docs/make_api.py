@@ -27,6 +27,7 @@ ROOMS = (
     "mantissa.mismatch",
     "mantissa.dropin",
     "mantissa.dropin.compat",
+    "mantissa.guard",
     "mantissa.doctor.record",
     "mantissa.doctor.readers",
     "mantissa.doctor.dump",

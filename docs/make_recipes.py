@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mantissa.algorithms import CORRECTION_PRESETS
-from mantissa.dropin import GuardConfig
+from mantissa.guard import GuardConfig
 from mantissa.precision import PRESETS
 from mantissa.rl.config.run import RunConfig
 

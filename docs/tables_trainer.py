@@ -79,7 +79,7 @@ class Alert:
 
 def alerts() -> list[Alert]:
     """The alerts; thresholds are the guard's defaults and the metrics' healthy ranges."""
-    from mantissa.dropin import GuardConfig
+    from mantissa.guard import GuardConfig
 
     guard = GuardConfig()
     rate = "increase(mantissa_overflowed_steps_total[30m]) / increase(mantissa_steps_total[30m])"
@@ -147,7 +147,7 @@ def _folded(key: str, text: str) -> list[str]:
 
 def guard_rules() -> str:
     """The guard's rules with the default thresholds, by severity."""
-    from mantissa.dropin import GuardConfig
+    from mantissa.guard import GuardConfig
 
     g = GuardConfig()
     lines = [
@@ -170,7 +170,7 @@ def guard_rules() -> str:
 
 def guard_settings() -> str:
     """Every field of ``GuardConfig``."""
-    from mantissa.dropin import GuardConfig
+    from mantissa.guard import GuardConfig
 
     fields = GuardConfig.model_fields.items()
     lines = [[f"`{name}`", f"`{json.dumps(field.default)}`", str(field.description)] for name, field in fields]

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     )
     from mantissa.base.device import be_deterministic
     from mantissa.base.seeds import derive_seed, generator, stream_slice
-    from mantissa.dropin import GuardConfig, PrecisionTrainer
+    from mantissa.dropin import PrecisionTrainer
+    from mantissa.guard import GuardConfig
     from mantissa.kernels import learner_kernels, rollout_kernels
     from mantissa.mismatch.metrics import gap_metrics
     from mantissa.model import policy_weights
@@ -47,7 +48,8 @@ _HOMES = {
     "algorithms": ["CorrectionConfig", "PPOClipConfig", "advantage", "aggregation_scale", "correction"],
     "base.device": ["be_deterministic"],
     "base.seeds": ["derive_seed", "generator", "stream_slice"],
-    "dropin": ["GuardConfig", "PrecisionTrainer"],
+    "dropin": ["PrecisionTrainer"],
+    "guard": ["GuardConfig"],
     "kernels": ["learner_kernels", "rollout_kernels"],
     "mismatch.metrics": ["gap_metrics"],
     "model": ["policy_weights"],

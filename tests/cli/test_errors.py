@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from mantissa.base.jsonl import JsonLines
-from mantissa.dropin import GuardConfig, open_guard
+from mantissa.guard import GuardConfig, open_guard
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.metrics import deterministic
 

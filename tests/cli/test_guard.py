@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mantissa.base.jsonl import JsonLines
-from mantissa.dropin import GuardConfig, GuardLog, open_guard, replay
+from mantissa.guard import GuardConfig, GuardLog, open_guard, replay
 
 Mantissa = Callable[..., Any]
 CONFIG = GuardConfig(window=10, min_steps=5)

@@ -24,7 +24,7 @@ from mantissa.rl import make_config
 from mantissa.rl.assemble import Parts, assemble
 from mantissa.rl.config.recipe import apply_overrides
 from mantissa.rl.config.run import RunConfig
-from mantissa.rl.loop import Loop
+from mantissa.rl.run import Run, restore
 from mantissa.rl.session import resume, start
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live
@@ -175,8 +175,8 @@ def test_damage_is_refused(name: str, run: Path, parts: Parts) -> None:
     metrics = (run / "metrics.jsonl").read_bytes()
     weights = {key: tensor.clone() for key, tensor in parts.learner.trained.items()}
     with RunDirectory.open(run, write=True) as folder, Live(2) as live:
-        loop = Loop(config_of(run), parts, folder, Trackers([]), live)
-        error = attempt(lambda: loop.restore(load_checkpoint(run / "checkpoints", 1)))
+        made = Run(config_of(run), parts, folder, Trackers([]), live)
+        error = attempt(lambda: restore(made, load_checkpoint(run / "checkpoints", 1)))
     assert error is not None
     with pytest.raises(MantissaError, match=message):
         raise error

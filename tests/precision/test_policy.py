@@ -272,6 +272,7 @@ def test_a_gpu_without_bf16_refuses_it_or_falls_back_with_a_warning(gpu: pytest.
         resolved = resolve(policy, "cuda")
     rollout = resolved.rollout
     assert (rollout.requested, rollout.active, rollout.backend) == ("bf16", FP32, "native")
+    assert [role.role for role in resolved.roles if role.fell_back] == ["rollout"]
     assert rollout.reason.startswith("fallback: warn, because Test GPU has no bf16 arithmetic")
     assert resolved.kv_cache.active is FP32  # judged by what the rollout really uses
 

@@ -20,7 +20,7 @@ from mantissa.rl.collect.batch import Batch
 from mantissa.rl.collect.source import AsyncSource, SyncSource, shares
 from mantissa.rl.config.recipe import make_config
 from mantissa.rl.config.run import RunConfig
-from mantissa.rl.probes.small import Lag
+from mantissa.rl.probes import Lag
 from mantissa.rl.session import resume
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import load_checkpoint, load_weights

@@ -12,9 +12,9 @@ from mantissa.base.errors import MantissaError
 from mantissa.kernels import EmulatedKernels, SimulatedKernels, rollout_kernels
 from mantissa.precision import Emulation, PrecisionPolicy, resolve
 from mantissa.rl.assemble import Parts
+from mantissa.rl.config.recipe import widened
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.engines import emulated
-from mantissa.rl.guarded import widened
 from mantissa.runs.directory import RunDirectory
 from small_run import QUICK
 

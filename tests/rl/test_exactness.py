@@ -26,12 +26,13 @@ from mantissa.cli import app
 from mantissa.kernels import ExactBf16Kernels, ExactKernels, Kernels, NativeKernels, Planned, plan_exact
 from mantissa.model import Decoder, ModelConfig, load_model
 from mantissa.precision import E4M3, FP32, PrecisionPolicy, cpu, round_to_format
-from mantissa.rl import assemble, exact, replay, session
+from mantissa.rl import assemble, loop, session
+from mantissa.rl.exact import plan, replay
+from mantissa.rl.exact.check import Exactness
+from mantissa.rl.exact.replay import Case, read_case, write_case
 from mantissa.rl.experience import Experience, Sequences
 from mantissa.rl.learner import Learner
-from mantissa.rl.loop import Loop
-from mantissa.rl.probes.exactness import Exactness
-from mantissa.rl.replay import Case, read_case, write_case
+from mantissa.rl.run import Run
 from mantissa.rl.score import forward
 from mantissa.rollout import Call, NativeEngine, Request, SamplingParams, generation
 from mantissa.rollout.sampling import sample, uniforms
@@ -164,7 +165,7 @@ def test_what_differs_on_one_side_is_caught_named_and_replayed(
 ) -> None:
     if kind is SiluOfBf16:
         request.getfixturevalue("bf16_is_own")
-    monkeypatch.setattr(exact, "rollout_kernels", mutated(kind))  # what is probed
+    monkeypatch.setattr(plan, "rollout_kernels", mutated(kind))  # what is probed
     monkeypatch.setattr(assemble, "rollout_kernels", mutated(kind))
     if kind is PerTensor:
         with pytest.raises(MantissaError, match="fp8 is not active in the PerTensor on cpu"):
@@ -322,16 +323,16 @@ def test_a_fault_between_checks_and_in_the_last_step(
     train: Train, monkeypatch: pytest.MonkeyPatch, broken: Any, step: int, said: str
 ) -> None:
     """Of three steps the first and last are checked; the update of the second compares what it computes anyway."""
-    stepped = Loop.step
+    stepped = loop.take_step
 
-    def break_and_step(self: Loop, number: int) -> None:
+    def break_and_step(run: Run, number: int) -> dict[str, Any]:
         if number == step and broken is Silu:
-            self.sampler.engine.kernels.__class__ = Silu  # type: ignore[attr-defined]
+            run.sampler.engine.kernels.__class__ = Silu  # type: ignore[attr-defined]
         elif number == step:
             monkeypatch.setattr(generation, "sample", broken)
-        stepped(self, number)
+        return stepped(run, number)
 
-    monkeypatch.setattr(Loop, "step", break_and_step)
+    monkeypatch.setattr(loop, "take_step", break_and_step)
     with pytest.raises(MantissaError, match=f"step {step}: .*{said}"):
         train(*EXACT, "steps=3", "precision=fp32", "precision.check_every=9")  # warm, so that some rewards differ
 
@@ -540,7 +541,7 @@ def test_a_first_difference_moves_to_the_safer_plan_before_anything_is_learned(
     rows = run.read_metrics()
     assert [(row["exact/replans"], row["exact/mismatched_tokens"]) for row in rows] == [(1, 0), (1, 0)]
 
-    monkeypatch.setattr(exact, "plan_exact", lambda *given: plan_exact(*given[:3], "one tile"))
+    monkeypatch.setattr(plan, "plan_exact", lambda *given: plan_exact(*given[:3], "one tile"))
     safe = train(*recipe)  # from the beginning: the same prompts and uniforms, so the same weights in the end
     assert [row["exact/replans"] for row in safe.read_metrics()] == [0, 0]
     one, other = (load_model(each.policy_path).state_dict() for each in (run, safe))

@@ -9,10 +9,9 @@ import pytest
 import yaml
 
 from mantissa.base.errors import MantissaError
-from mantissa.dropin import GuardConfig, GuardLog, replay
-from mantissa.dropin.guard import noteworthy
+from mantissa.guard import GuardConfig, GuardLog, noteworthy, replay
 from mantissa.rl import resume
-from mantissa.rl.guarded import widened
+from mantissa.rl.config.recipe import widened
 from mantissa.runs.directory import RunDirectory
 from small_run import configure, rows_of, stopped
 

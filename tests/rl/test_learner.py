@@ -25,7 +25,7 @@ from mantissa.rl.experience import Experience
 from mantissa.rl.flow import PREFIX, Flow
 from mantissa.rl.learner import Learner
 from mantissa.rl.objective import weigh
-from mantissa.rl.probes.small import Flushed
+from mantissa.rl.probes import Flushed
 from mantissa.rl.warm_start import _supervised_step
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import StepOutcome, load_checkpoint

@@ -21,7 +21,8 @@ from mantissa.rl.assemble import Parts
 from mantissa.rl.config.recipe import make_config
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.learner import Learner
-from mantissa.rl.loop import Loop
+from mantissa.rl.loop import perfectible
+from mantissa.rl.run import Run
 from mantissa.rl.warm_start import warm_start
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live
@@ -256,9 +257,8 @@ def test_the_filter_keeps_prompts_between_the_bounds_inclusive(
         parts.sampler.grader = Verdicts(parts)  # type: ignore[assignment]
         folder = tmp_path / str(len(overrides))
         with Live(1) as live, RunDirectory.create(folder, {}, {}) as run:
-            loop = Loop(config, parts, run, Trackers([]), live)
             parts.sampler.engine.sync(parts.learner.weights, 0)
-            return loop._perfectible()
+            return perfectible(Run(config, parts, run, Trackers([]), live))
 
     assert filtered() == [2, 3, 4, 5, 6, 7, 8]
     with pytest.raises(MantissaError, match=r"no training prompt has a success rate in \[0.81, 0.89\] \(mean 0.500\)"):

@@ -24,7 +24,7 @@ from mantissa.launch.export import export
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect.batch import Batch, pack, unpack
 from mantissa.rl.experience import Experience
-from mantissa.rl.probes.kept_mass import KeptMass
+from mantissa.rl.probes import KeptMass
 from mantissa.rollout import NativeEngine, Request
 from mantissa.runs.directory import RunDirectory
 from small_run import configure

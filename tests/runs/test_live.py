@@ -18,9 +18,11 @@ ROW = {
     "length/mean": 14.94, "rate/rollout_tokens_per_s": 15300.0, "time/step": 1.5,
 }  # fmt: skip
 TABLE = [
-    {"role": "learner", "requested": "fp16", "active": "fp16", "kernels": "simulated", "reason": "a CPU [no halves]"},
-    {"role": "rollout", "requested": "bf16", "active": "fp32", "kernels": "native", "reason": "fallback: warn"},
-]
+    {"role": "learner", "requested": "fp16", "active": "fp16", "kernels": "simulated", "reason": "a CPU [no halves]",
+     "fell_back": False},
+    {"role": "rollout", "requested": "bf16", "active": "fp32", "kernels": "native", "reason": "fallback: warn",
+     "fell_back": True},
+]  # fmt: skip
 
 
 def pipe() -> Console:

@@ -9,6 +9,7 @@ from torch import nn
 from mantissa.kernels import NativeKernels, SimulatedKernels
 from mantissa.precision import FP16, FP32
 from mantissa.training import flushed_fraction, gradients_of, where_nonfinite
+from mantissa.training.gradients import Nonfinite, Seen
 
 
 class Multiply(nn.Module):
@@ -32,23 +33,26 @@ def run(model: nn.Module):
 @pytest.mark.parametrize(
     ("model", "named"),
     [
-        (nn.Sequential(Multiply(2.0), nn.Sequential(Multiply(1e38), Multiply(1e3)), Multiply(1.0)), "output of 1.1"),
-        (nn.Sequential(Multiply(1.0), Multiply(1.0, 1e38), Multiply(1.0, 1e38)), "gradient of the output of 0"),
+        (
+            nn.Sequential(Multiply(2.0), nn.Sequential(Multiply(1e38), Multiply(1e3)), Multiply(1.0)),
+            (Seen.OUTPUT, "1.1"),
+        ),
+        (nn.Sequential(Multiply(1.0), Multiply(1.0, 1e38), Multiply(1.0, 1e38)), (Seen.OUTPUT_GRADIENT, "0")),
     ],
 )
-def test_names_the_first_value_that_overflows(model: nn.Module, named: str) -> None:
-    assert where_nonfinite(model, run(model)) == f"the {named} (4 of 4 values)"
+def test_names_the_first_value_that_overflows(model: nn.Module, named: tuple[Seen, str]) -> None:
+    assert where_nonfinite(model, run(model)) == Nonfinite(*named, 4, 4)
 
 
 def test_names_a_parameter_when_only_its_gradient_overflows() -> None:
     model = nn.Linear(2, 2, bias=False)
     work = lambda: ((model.weight * torch.full((2, 2), 3e38)).sum() * 4).backward()  # noqa: E731 (the pass itself)
-    assert where_nonfinite(model, work) == "the gradient of weight (4 of 4 values)"
+    assert str(where_nonfinite(model, work)) == "the gradient of weight (4 of 4 values)"
 
 
 def test_says_so_when_nothing_is_wrong_and_removes_its_hooks() -> None:
     model = nn.Sequential(Multiply(2.0))
-    assert where_nonfinite(model, run(model)).startswith("nothing")
+    assert where_nonfinite(model, run(model)).seen is Seen.NOWHERE
     assert not model[0]._forward_hooks
 
 

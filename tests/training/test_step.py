@@ -135,7 +135,7 @@ def test_overflow_at_the_floor_stops_and_names_the_module() -> None:
     step = make_step(
         model,
         LossScaler(ScalerConfig(initial=1.0)),
-        diagnose=lambda backward: where_nonfinite(model, lambda: backward(1.0)),
+        diagnose=lambda backward: str(where_nonfinite(model, lambda: backward(1.0))),
     )
     with pytest.raises(MantissaError, match=r"floor.*the output of 1 \("):
         step.run(backward)

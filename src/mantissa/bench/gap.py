@@ -39,7 +39,7 @@ from mantissa.precision import SCHEMES, Emulation, PrecisionPolicy, ResolvedPrec
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.config.sections import RolloutConfig
 from mantissa.rl.engines import build_engine, emulated, on_vllm
-from mantissa.rl.exact import exact_plan, prove
+from mantissa.rl.exact.plan import exact_plan, prove
 from mantissa.rl.experience import Experience
 from mantissa.rl.score import Scorer
 from mantissa.rollout import (

@@ -14,7 +14,7 @@ from mantissa.cli.common import Run
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mantissa.dropin import Decision
+    from mantissa.guard import Decision
 
 _DIFFERENT, _FELL_BACK = 1, 3  # exit codes
 _STYLES = {"ok": "green", "warn": "yellow", "alert": "red", "fall back": "bold red", "stop": "bold red"}
@@ -48,16 +48,17 @@ def guard(
     """
     from rich.console import Console
 
-    from mantissa.dropin import GuardLog
-    from mantissa.dropin.guard_config import read_rows
-    from mantissa.rl.guard_review import compared, described, guard_of, refuse_unjudged, rules
+    from mantissa.guard import GuardLog
+    from mantissa.guard.config import read_rows
+    from mantissa.guard.review import compared, described, guard_of, refuse_unjudged, rules
+    from mantissa.rl.config.recipe import apply_overrides
     from mantissa.runs.tables import terminal
 
     folder = run.parent if run.is_file() else run
     logged = GuardLog(folder).read()  # before the metrics: a running run writes them first
     rows = read_rows(run)
     tried = [*(overrides or []), *([f"window={window}"] if window is not None else [])]
-    judge, source, foreign = guard_of(folder, tried, reference)
+    judge, source, foreign = guard_of(folder, lambda values: apply_overrides(values, tried), reference)
     refuse_unjudged(run, rows, judge)
     decisions = [judge.observe(row) for row in rows]
     console = Console(markup=False, highlight=False, soft_wrap=True)
@@ -81,7 +82,7 @@ def guard(
 
 def _print_decisions(console: Console, decisions: Sequence[Decision], every: bool) -> None:
     """Each noteworthy decision; without ``every`` those in a row with the same action and rules as first and last."""
-    from mantissa.dropin.guard import noteworthy
+    from mantissa.guard import noteworthy
 
     console.print()
     shown = list(decisions) if every else noteworthy(decisions)

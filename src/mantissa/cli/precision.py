@@ -25,7 +25,7 @@ def precision(
     from mantissa.base.device import choose_device
     from mantissa.precision import PRESETS, Emulation, PrecisionPolicy, cpu, resolve
     from mantissa.rl.engines import emulated
-    from mantissa.rl.exact import prove
+    from mantissa.rl.exact.plan import prove
     from mantissa.runs.live import precision_table
 
     chosen = choose_device(device)

@@ -35,7 +35,7 @@ def sample(
     from mantissa.model import policy_weights
     from mantissa.precision import PrecisionPolicy, resolve
     from mantissa.rl.adapters import open_policy, policy_folder
-    from mantissa.rl.exact import prove
+    from mantissa.rl.exact.plan import prove
     from mantissa.rollout import NativeEngine, Request, SamplingParams
 
     chosen = choose_device(device)

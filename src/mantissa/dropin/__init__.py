@@ -1,4 +1,4 @@
-"""For a training loop that is not ours, thin over ``training``: the trainer and its guard, and inside others' loops.
+"""For a training loop that is not ours, thin over ``training``: the trainer, and inside others' loops.
 
     from mantissa import PrecisionTrainer                   # your own loop: trainer.step(batch, loss_fn)
     from mantissa.dropin import MantissaPrecision           # Lightning: Trainer(plugins=[MantissaPrecision("fp16")])
@@ -18,29 +18,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mantissa.dropin.guard import Decision, Guard, GuardLog, GuardSettings, Judge, open_guard, replay
-from mantissa.dropin.guard_config import GuardConfig, ReferenceRun
 from mantissa.dropin.trainer import PrecisionTrainer
 
 if TYPE_CHECKING:
     from mantissa.dropin.huggingface import MantissaTrainerMixin, ScalerTelemetry
     from mantissa.dropin.lightning import MantissaPrecision
 
-__all__ = [
-    "Decision",
-    "Guard",
-    "GuardConfig",
-    "GuardLog",
-    "GuardSettings",
-    "Judge",
-    "MantissaPrecision",
-    "MantissaTrainerMixin",
-    "PrecisionTrainer",
-    "ReferenceRun",
-    "ScalerTelemetry",
-    "open_guard",
-    "replay",
-]
+__all__ = ["MantissaPrecision", "MantissaTrainerMixin", "PrecisionTrainer", "ScalerTelemetry"]
 
 _HOMES = {"MantissaPrecision": "lightning", "MantissaTrainerMixin": "huggingface", "ScalerTelemetry": "huggingface"}
 

@@ -289,7 +289,7 @@ class FP16Trainer:
     def effective_config(self) -> FP16TrainingConfig | ExtendedFP16Config:
         """The configuration that is in force: ``config``, but not enabled where a fallback, or the environment's
         switch, chose fp32."""
-        fell_back = self._off or (self.config.enabled and self._trainer.precision.reason.startswith("fallback"))
+        fell_back = self._off or (self.config.enabled and self._trainer.precision.fell_back)
         return dataclasses.replace(self.config, enabled=False) if fell_back else self.config
 
     @property

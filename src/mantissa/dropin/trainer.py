@@ -48,9 +48,9 @@ from mantissa.dropin.checks import (
     check_scheduler,
     checked_weight,
 )
-from mantissa.dropin.guard_config import GuardConfig
-from mantissa.dropin.watch import Watch
 from mantissa.dropin.window import Micro, MixedPrecision, RetryWindow, device_of, flush_probe, take_over
+from mantissa.guard import GuardConfig
+from mantissa.guard.watch import Watch
 from mantissa.precision import FP32
 from mantissa.training import checkpoint
 from mantissa.training.distributed import forget_unsent, shard_like, synchronising, unwrapped, whole

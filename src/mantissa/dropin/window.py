@@ -57,7 +57,8 @@ def resolved_role(precision: str, backend: Any, fallback: Any, device: torch.dev
     if fallback == "warn" and backend == "auto" and device.type == "cpu" and role.backend == "simulated":
         reason = f"no GPU here, and a CPU would only simulate {role.active}"
         warnings.warn(f"precision: {role.requested} was asked, but {reason}: it runs in fp32", stacklevel=4)
-        return ResolvedRole(role.role, role.requested, FP32, "native", f"fallback: warn, because {reason}")
+        why = f"fallback: warn, because {reason}"
+        return ResolvedRole(role.role, role.requested, FP32, "native", why, fell_back=True)
     if role.backend == "simulated":
         where = "no GPU" if device.type == "cpu" else "asked for"
         reason = f"{where}: {role.active} tensors, fp32 accumulation, each result and gradient rounded once"
@@ -320,7 +321,7 @@ class RetryWindow:
         self.model.zero_grad(set_to_none=True)
         model = unwrapped(self.model)
         with first_nonfinite(model) as operation:
-            where = where_nonfinite(model, lambda: backward(scale))
+            where = str(where_nonfinite(model, lambda: backward(scale)))
         if operation.found is not None:
             where = f"{where}: {operation}"
         return f"{where}; {anomaly(lambda: backward(scale))}" if self._detect_anomaly else where

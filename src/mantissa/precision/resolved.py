@@ -9,6 +9,7 @@ import dataclasses
 import math
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,7 +27,8 @@ class ResolvedRole:
 
     ``active``: the format of what flows between operations; of a role in fp8, its base. ``fp8``: which of its products
     have fp8 operands, None where none has. ``exact``: whether its kernels are the row-invariant ones. ``emulation``:
-    the habits of a serving engine that they have; None where they have none.
+    the habits of a serving engine that they have; None where they have none. ``fell_back``: whether the device lacks
+    what was asked for, and ``fallback="warn"`` chose fp32.
     """
 
     role: str
@@ -37,6 +39,7 @@ class ResolvedRole:
     fp8: Fp8Policy | None = None
     exact: bool = False
     emulation: Emulation | None = None
+    fell_back: bool = False
 
     @property
     def name(self) -> str:
@@ -73,12 +76,13 @@ class ResolvedPrecision:
         reference = () if self.reference is None else (self.reference,)
         return (self.learner, self.rollout, *reference, self.master, self.logits, self.kv_cache)
 
-    def rows(self) -> list[dict[str, str]]:
-        """The table as plain strings (role, requested, active, kernels, reason), for files and screens."""
+    def rows(self) -> list[dict[str, Any]]:
+        """The table as plain values, for files and screens."""
         return [
-            {"role": r.role, "requested": r.requested, "active": r.name, "kernels": r.kernels, "reason": r.reason}
+            {"role": r.role, "requested": r.requested, "active": r.name, "kernels": r.kernels, "reason": r.reason,
+             "fell_back": r.fell_back}
             for r in self.roles
-        ]
+        ]  # fmt: skip
 
 
 def resolve(
@@ -116,7 +120,7 @@ def _resolve_reference(
     """The reference's role; where no format was asked for, the learner's own, fallback included."""
     if policy.reference is None:
         why = "as the learner: equal weights give equal log-probs, to the last bit"
-        return dataclasses.replace(learner, role="reference", requested="as learner", reason=why)
+        return dataclasses.replace(learner, role="reference", requested="as learner", reason=why, fell_back=False)
     role = _resolve_role("reference", policy.reference, policy, device, products)
     if (role.active, role.backend, role.fp8) == (learner.active, learner.backend, learner.fp8):
         return role
@@ -221,7 +225,8 @@ def _resolve_base(
                     "precision.backend=simulated, or precision.fallback=warn to use fp32"
                 )
             warnings.warn(f"precision: {role} asked for {requested}, but {problem}; it runs in fp32", stacklevel=2)
-            return ResolvedRole(role, requested, FP32, "native", f"fallback: warn, because {problem}")
+            why = f"fallback: warn, because {problem}"
+            return ResolvedRole(role, requested, FP32, "native", why, fell_back=True)
         if policy.backend == "simulated" and fmt is not FP32:
             return ResolvedRole(role, requested, fmt, "simulated", "asked for: rounded in fp32 on the GPU")
         return ResolvedRole(role, requested, fmt, "native", "the GPU's own arithmetic, fp32 accumulation")

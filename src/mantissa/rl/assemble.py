@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -37,7 +37,8 @@ from mantissa.rl.collect.sampler import Sampler
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.config.sections import LossScalingConfig, ModelSource
 from mantissa.rl.engines import build_engine, emulated, on_vllm
-from mantissa.rl.exact import ExactTwin, exact_plan, exact_twin, prove
+from mantissa.rl.exact.plan import exact_plan, prove
+from mantissa.rl.exact.twin import ExactTwin, exact_twin
 from mantissa.rl.learner import Learner
 from mantissa.rl.placing import place
 from mantissa.rl.score import ReferencePolicy
@@ -68,7 +69,7 @@ class Parts:
     twin: ExactTwin | None  # where an engine samples that is not this package's
     plan: ExactPlan | None
     replan: Callable[[Way], ExactPlan | None] | None  # where there is a plan: another one; collective
-    feedback: Parts | None = None  # the second policy's, where two play
+    beside: Mapping[str, Parts] = field(default_factory=dict)  # of policies that play with this one, by name
 
     def new_scaler(self) -> LossScaler:
         """A loss scaler for the learner's format, at its first scale."""
@@ -78,8 +79,8 @@ class Parts:
         """End the verifier's processes, and the engine's where it has some."""
         self.sampler.grader.close()
         self.sampler.engine.close()
-        if self.feedback is not None:
-            self.feedback.close()
+        for other in self.beside.values():
+            other.close()
 
 
 def assemble(

@@ -165,9 +165,7 @@ class Learner:
             watched = nn.ModuleDict({"policy": self.model, "partition": flow.head})
 
         def diagnose(backward: Backward) -> str:
-            found = self.ranks.gather(where_nonfinite(watched, lambda: backward(scaler.scale)))
-            # the sum over ranks carries it to all parameters: what saw it in an output saw it where it began
-            return min(found, key=lambda text: (text.startswith("nothing"), "the output of" not in text))
+            return str(where_nonfinite(watched, lambda: backward(scaler.scale), self.ranks))
 
         clipped = [p for name, p in model.named_parameters() if p.requires_grad and not name.startswith("lm_head")]
         factor = self.config.adaptive_clip

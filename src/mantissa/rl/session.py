@@ -6,11 +6,11 @@ look on.
 
 from __future__ import annotations
 
-import importlib
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -22,25 +22,42 @@ from rich.console import Console
 from mantissa.base.device import choose_device
 from mantissa.base.errors import MantissaError, StoppedError
 from mantissa.base.ranks import ALONE, Ranks, world_size
-from mantissa.dropin import ReferenceRun
+from mantissa.guard import ReferenceRun
+from mantissa.guard.watch import fall_back_of
 from mantissa.precision import resolve
 from mantissa.precision.cpu import CpuProducts
 from mantissa.rl.assemble import Parts, assemble
-from mantissa.rl.config.recipe import apply_overrides, make_config
+from mantissa.rl.config.recipe import apply_overrides, make_config, widened
 from mantissa.rl.config.run import RunConfig
-from mantissa.rl.guarded import fall_back_of, in_force, widened
-from mantissa.rl.loop import Loop
+from mantissa.rl.loop import go
+from mantissa.rl.run import Run
 from mantissa.runs.directory import Onlooker, RunDirectory, default_path, environment
 from mantissa.runs.health import share_sentence
 from mantissa.runs.live import Live
 from mantissa.runs.report import build_report
-from mantissa.runs.trackers import from_names
+from mantissa.runs.trackers import Trackers, from_names
 from mantissa.training.audit import audit
 from mantissa.training.distributed import join
 from mantissa.training.optimizer import described
 
 _PATIENCE = timedelta(minutes=30)  # that a rank waits for another: one may have sampled much longer responses
 MAY_CHANGE = ("nproc", "parallel", "rollout.vllm.server")  # when a run goes on
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of run: how its parts are made, and how it goes from its beginning or a checkpoint to its end."""
+
+    assemble: Callable[..., Parts]
+    go: Callable[[RunConfig, Parts, RunDirectory, Trackers, Live], bool]
+
+
+_PLAIN = Kind(assemble, lambda *made: go(Run(*made)))  # one policy, and nothing that plays with it
+KINDS: dict[str, Kind] = {}  # the others, by the section of a recipe that asks for one; each registers itself
+
+
+def _kind(config: RunConfig) -> Kind:
+    return next((kind for section, kind in KINDS.items() if getattr(config, section) is not None), _PLAIN)
 
 
 def start(config: RunConfig) -> Path:
@@ -54,7 +71,7 @@ def start(config: RunConfig) -> Path:
         try:
             path = ranks.broadcast(config.run_dir or str(default_path(config.name)))
             plain = config.model_dump(mode="json", exclude={"run_dir"})
-            run = RunDirectory.create(path, plain, _environment(parts)) if ranks.rank0 else Onlooker(path)
+            run = RunDirectory.create(path, plain, environment_of(parts)) if ranks.rank0 else Onlooker(path)
         except BaseException:
             parts.close()
             raise
@@ -72,7 +89,7 @@ def resume(path: str | Path, overrides: Sequence[str] = (), nproc: int | None = 
     with joined(config, choose_device(config.device)) as ranks:
         run = RunDirectory.open(path, write=True) if ranks.rank0 else Onlooker.open(path)
         with run, _resumable(run):
-            config = in_force(config, run, ranks)
+            config = _in_force(config, run, ranks)
             return _to_the_end(config, _assemble(config, ranks, _products(run, ranks)), run, "resume")
 
 
@@ -129,20 +146,26 @@ def _to_the_end(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
     while True:
         ranks = parts.ranks
         try:
-            finished = _go(config, parts, run, way)
+            finished = _take_steps(config, parts, run, way)
         finally:
             parts.close()
         if finished:
             return build_report(run) if ranks.rank0 else run.report_path
         del parts  # their memory goes before others take as much
-        config, way = in_force(config, run, ranks), "fall back"
+        config, way = _in_force(config, run, ranks), "fall back"
         parts = _assemble(config, ranks, _products(run, ranks))
 
 
+def _in_force(config: RunConfig, run: RunDirectory, ranks: Ranks) -> RunConfig:
+    """The run's configuration as it goes on: the recipe's, in the format that the guard has taken it to."""
+    if config.guard is None:
+        return config
+    fell = ranks.broadcast(fall_back_of(run.checkpoints) if ranks.rank0 else None)
+    return config if fell is None else widened(config, fell["to"])
+
+
 def _assemble(config: RunConfig, ranks: Ranks, products: CpuProducts | None = None) -> Parts:
-    build = assemble if config.waltz is None else _game().assemble_two
-    parts: Parts = build(config, ranks, products=products)
-    return parts
+    return _kind(config).assemble(config, ranks, products=products)
 
 
 def _products(run: RunDirectory, ranks: Ranks) -> CpuProducts | None:
@@ -151,12 +174,7 @@ def _products(run: RunDirectory, ranks: Ranks) -> CpuProducts | None:
     return ranks.broadcast(None if recorded is None else CpuProducts.of(recorded))
 
 
-def _game() -> Any:
-    """The game of two policies: built on this room, so imported by name, and only by a recipe that plays it."""
-    return importlib.import_module("mantissa.genesis.waltz")
-
-
-def _go(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
+def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
     """Take the run's steps in its present format; False where the guard fell back on the way."""
     rank0 = parts.ranks.rank0
     steps = run.checkpoint_steps() if way != "start" else []
@@ -168,8 +186,8 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
             ranks, device = parts.ranks, str(parts.device)
             if not ranks.alone:
                 device = f"{parts.device.type}, {ranks.world} processes ({ranks.kind})"
-            other = "" if parts.feedback is None else f"   feedback policy {_parameters(parts.feedback)}"
-            live.note(f"run {run.path}   device {device}   parameters {_parameters(parts)}{other}")
+            others = "".join(f"   {name} policy {_parameters(other)}" for name, other in parts.beside.items())
+            live.note(f"run {run.path}   device {device}   parameters {_parameters(parts)}{others}")
             if parts.precision.products is not None:
                 live.note(f"products {parts.precision.products}; which library has which shape: environment.json")
             if parts.model.config.weights_note:
@@ -180,18 +198,13 @@ def _go(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> bool:
                 live.note(parts.twin.line)
             for note in (*parts.task.notes, *parts.sampler.grader.notes):
                 live.note(note)
-            if rank0 and config.guard is not None and (fell := fall_back_of(run)):
-                run.record_fall_back(fell, _environment(parts))
+            if rank0 and config.guard is not None and (fell := fall_back_of(run.checkpoints)):
+                run.record_fall_back(fell, environment_of(parts))
             if way == "resume" and rank0:
-                for key, (then, now) in run.record_resume(done, _environment(parts)).items():
+                for key, (then, now) in run.record_resume(done, environment_of(parts)).items():
                     what = f"{key} was {then}, now {now}: numbers may differ in their last bits from the first run's"
                     live.note(f"warning: {what}")
-            loop: Any
-            if parts.feedback is None:
-                loop = Loop(config, parts, run, trackers, live)
-            else:
-                loop = _game().Waltz(config, parts, run, trackers, live, _environment(parts.feedback))
-            finished = loop.go()
+            finished = _kind(config).go(config, parts, run, trackers, live)
             if rank0 and finished and (said := share_sentence(run.read_metrics(), run.environment)):
                 live.note(said)
     finally:
@@ -221,7 +234,7 @@ def _resumable(run: RunDirectory) -> Iterator[None]:
         ) from None
 
 
-def _environment(parts: Parts) -> dict[str, Any]:
+def environment_of(parts: Parts) -> dict[str, Any]:
     """Where the run runs, and the precision table with what the probes saw."""
     rows = _precision(parts)
     for row in rows:
@@ -239,22 +252,22 @@ def _environment(parts: Parts) -> dict[str, Any]:
     return environment() | about | products | weights | exact | several | share
 
 
-def _precision(parts: Parts) -> list[dict[str, str]]:
+def _precision(parts: Parts) -> list[dict[str, Any]]:
     """The precision table; where Adam's moments are not as the masters, with a line of their own."""
     rows = _rows(parts)
-    if parts.feedback is not None:
-        rows += [{**row, "role": f"feedback {row['role']}"} for row in _rows(parts.feedback)]
+    for name, other in parts.beside.items():
+        rows += [{**row, "role": f"{name} {row['role']}"} for row in _rows(other)]
     return rows
 
 
-def _rows(parts: Parts) -> list[dict[str, str]]:
+def _rows(parts: Parts) -> list[dict[str, Any]]:
     rows = parts.precision.rows()
     moments = described(parts.learner.step.optimizer)
     if moments is not None:
         at = next(index for index, row in enumerate(rows) if row["role"] == "master")
         rows[at]["reason"] = "weights and what updates them; Adam moments are the next line"
         line = {"role": "moments", "requested": "8bit", "active": "8bit", "kernels": "torchao", "reason": moments}
-        rows.insert(at + 1, line)
+        rows.insert(at + 1, rows[at] | line)
     if (masters := parts.learner.step.masters).kind != "fp32":
         here = next(row for row in rows if row["role"] == "master")
         here |= {"requested": masters.kind, "active": "bf16", "kernels": "simulated", "reason": masters.reason}

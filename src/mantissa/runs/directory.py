@@ -284,12 +284,16 @@ class RunDirectory:
         """The steps whose completions were kept, in order."""
         return numbered(self.path / "rollouts", suffix=".parquet")
 
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
     def checkpoint_path(self, step: int) -> Path:
-        return self.path / "checkpoints" / f"step-{step}"
+        return self.checkpoints / f"step-{step}"
 
     def checkpoint_steps(self) -> list[int]:
         """The steps with a checkpoint, in order. Unfinished ones have other names and are not among them."""
-        return numbered(self.path / "checkpoints")
+        return numbered(self.checkpoints)
 
     # one writer
 

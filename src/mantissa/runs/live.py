@@ -104,16 +104,16 @@ def fitting(columns: Sequence[Column], width: int) -> tuple[Column, ...]:
     return tuple(kept)
 
 
-def precision_table(rows: Iterable[Mapping[str, str]], title: str) -> Table:
+def precision_table(rows: Iterable[Mapping[str, Any]], title: str) -> Table:
     """The rows of ``ResolvedPrecision.rows()``; what fell back is yellow."""
     table = Table(box=None, pad_edge=False, header_style="dim", title=Text(title, style="bold"), title_justify="left")
-    for name in ("role", "requested", "active", "kernels"):
+    names = ("role", "requested", "active", "kernels")
+    for name in names:
         table.add_column(name, no_wrap=True)
     table.add_column("reason", overflow="fold", style="dim")
     for row in rows:
-        fell_back = row["reason"].startswith("fallback")
-        styles = {"active": "yellow" if fell_back else ""}
-        table.add_row(*(Text(text, style=styles.get(name, "")) for name, text in row.items()))
+        styles = {"active": "yellow" if row["fell_back"] else ""}
+        table.add_row(*(Text(row[name], style=styles.get(name, "")) for name in (*names, "reason")))
     return table
 
 
@@ -142,7 +142,7 @@ class Live:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def precision(self, rows: Sequence[Mapping[str, str]]) -> None:
+    def precision(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Print the precision table: the rows of ``ResolvedPrecision.rows()``."""
         if not self.terminal:
             for row in rows:

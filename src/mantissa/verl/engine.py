@@ -39,7 +39,7 @@ from mantissa.kernels import learner_kernels
 from mantissa.model import load_model, policy_weights
 from mantissa.precision import resolve
 from mantissa.rl.config.sections import LossScalingConfig
-from mantissa.rl.exact import exact_plan, prove
+from mantissa.rl.exact.plan import exact_plan, prove
 from mantissa.rl.flow import Flow
 from mantissa.rl.placing import place
 from mantissa.rl.score import Entropies, Forward, forward
@@ -169,8 +169,7 @@ class MantissaEngine(BaseEngine):
             watched = nn.ModuleDict({"policy": self.module, "partition": self.flowrl.flow.head})
 
         def diagnose(backward: Backward) -> str:
-            found = self.ranks.gather(where_nonfinite(watched, lambda: backward(scaler.scale)))
-            return min(found, key=lambda text: (text.startswith("nothing"), "the output of" not in text))
+            return str(where_nonfinite(watched, lambda: backward(scaler.scale), self.ranks))
 
         clip = float("inf") if optim.clip_grad is None else float(optim.clip_grad)
         return OptimizerStep(

@@ -12,10 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.base.errors import MantissaError
-from mantissa.dropin import GuardConfig
 from mantissa.genesis.worldmodel import HistoryRow, SQLiteBuffer, Trajectory, WorldModel, cross_validate
 from mantissa.genesis.worldmodel.encoding import encode_state, encode_text
 from mantissa.genesis.worldmodel.model import by_task, loss_of
+from mantissa.guard import GuardConfig
 from trajectories import BAD, GOOD, planted
 
 SMALL: dict[str, Any] = {"state_dim": 32, "action_dim": 64, "hidden_dim": 32}

@@ -10,7 +10,7 @@ import pytest
 
 from mantissa.base.errors import MantissaError
 from mantissa.rl import RunConfig, make_config
-from mantissa.rl.config.waltz import WaltzConfig, published
+from mantissa.rl.config.waltz import WaltzConfig, feedback_config, published
 from small_run import recipe
 
 GAME: dict[str, Any] = {
@@ -54,7 +54,7 @@ def test_the_published_values_stand_where_nothing_is_given() -> None:
 def test_the_feedback_policy_has_the_recipes_settings_but_for_its_own() -> None:
     other = {"precision": "bf16", "loss_scaling": None, "rollout": {"max_tokens": 40}, "optimizer": {"lr": 1e-3}}
     config = configure({"feedback": other}, loss_scaling={"initial": 8.0})
-    mine = config.of_feedback
+    mine = feedback_config(config)
     assert (mine.precision.train, mine.rollout.max_tokens, mine.optimizer.lr) == ("bf16", 40, 1e-3)
     assert (mine.rollout.prompts, mine.model, mine.task) == (32, config.model, config.task)
     assert (mine.waltz, mine.loss_scaling, mine.evaluation) == (None, None, None)

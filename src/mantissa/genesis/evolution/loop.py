@@ -29,7 +29,6 @@ from mantissa.base.config import Section
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import own
 from mantissa.base.folders import make_folder, refuse_other_settings
-from mantissa.dropin import GuardConfig
 from mantissa.dropin.environment import switch
 from mantissa.genesis.evolution.archive import STEEPNESS, Archive, Candidate, best_of, draw_parent, partner_of
 from mantissa.genesis.evolution.edits import normal
@@ -37,6 +36,7 @@ from mantissa.genesis.evolution.history import History, end_of
 from mantissa.genesis.evolution.programs import Judge, Task, read_tasks, select_tasks, shipped
 from mantissa.genesis.evolution.proposers import Edits, OpenAI, Operator, Policy, Proposal, ProposalRequest, Proposer
 from mantissa.genesis.worldmodel import Trajectory, WorldModel
+from mantissa.guard import GuardConfig
 
 DATABASE, _MODEL = "archive.db", "world-{}.pt"
 _STATE = 2  # of state_of: a run whose trajectories hold another is not gone on with

@@ -127,7 +127,7 @@ class Policy:
         from mantissa.model import policy_weights
         from mantissa.precision import PrecisionPolicy, resolve
         from mantissa.rl.adapters import open_policy, policy_folder
-        from mantissa.rl.exact import prove
+        from mantissa.rl.exact.plan import prove
         from mantissa.rollout import NativeEngine, SamplingParams
 
         place = choose_device(device)

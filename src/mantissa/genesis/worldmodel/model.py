@@ -39,12 +39,13 @@ from torch import Tensor, nn
 
 from mantissa.base.bounds import LARGEST_SEED, LARGEST_SIZE, boundary, check_values, number
 from mantissa.base.errors import MantissaError
-from mantissa.dropin import GuardConfig, PrecisionTrainer
+from mantissa.dropin import PrecisionTrainer
 from mantissa.dropin.environment import FP16TrainingConfig
 from mantissa.genesis.worldmodel.buffer import ReplayBuffer, open_buffer
 from mantissa.genesis.worldmodel.encoding import LEAST_DIM, encode_actions, encode_state
 from mantissa.genesis.worldmodel.scores import Scores, scored
 from mantissa.genesis.worldmodel.trajectory import Trajectory, by_task, check_state
+from mantissa.guard import GuardConfig
 from mantissa.training.checkpoint import read_file
 
 LONGEST = 32  # actions of a trajectory that are looked at, the last ones

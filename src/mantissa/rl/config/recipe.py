@@ -14,6 +14,7 @@ from mantissa.base.config import PLAIN
 from mantissa.base.errors import MantissaError, nearest
 from mantissa.base.readers.yaml import parse_yaml, read_yaml
 from mantissa.base.shipped import find_recipe
+from mantissa.precision import SCHEMES
 from mantissa.rl.config.run import RunConfig
 
 
@@ -80,6 +81,31 @@ def make_config(values: dict[str, Any], where: str) -> RunConfig:
             return RunConfig.model_validate(values)
         except ValidationError as error:
             raise MantissaError(f"{where}: {_describe(error)}") from None
+
+
+def widened(config: RunConfig, to: str) -> RunConfig:
+    """``config`` with learner and rollout at least as wide as ``to``, checked as any recipe is.
+
+    The reference stays what it is, format and all: what the policy is held to does not move.
+    """
+    policy = config.precision
+
+    def wide(role: str) -> str:
+        return "fp32" if "fp32" in (role, to) else to
+
+    values: dict[str, Any] = {"train": wide(policy.train), "rollout": wide(policy.rollout)}
+    kept = ("kernels", "on_mismatch", "check_every", "backend", "fallback")
+    values |= {name: value for name, value in policy if name in kept}
+    if config.algorithm.reference is not None:
+        values["reference"] = policy.reference or policy.train
+    if values.get("reference") == "fp8" and policy.fp8 is not None:
+        values["fp8"] = policy.fp8
+    if values.get("reference") in SCHEMES and policy.quantized is not None:
+        values["quantized"] = policy.quantized
+    if {values["train"], values["rollout"], values.get("reference", "fp32")} == {"fp32"}:
+        values["backend"] = "auto"  # fp32 is never simulated
+    plain = config.model_dump(mode="json") | {"precision": values, "loss_scaling": None}
+    return make_config(plain, "the run after a fall back of its guard")
 
 
 def _describe(error: ValidationError) -> str:

@@ -12,7 +12,7 @@ from mantissa.base.bounds import LARGEST_SEED
 from mantissa.base.config import Config, Refusals
 from mantissa.base.errors import MantissaError
 from mantissa.doctor.diagnosis import DoctorConfig
-from mantissa.dropin import GuardConfig
+from mantissa.guard import GuardConfig
 from mantissa.precision import DIAL, SCHEMES, PrecisionPolicy
 from mantissa.rl.config.sections import (
     CheckpointConfig,
@@ -25,10 +25,10 @@ from mantissa.rl.config.sections import (
     RolloutConfig,
     WarmStartConfig,
 )
-from mantissa.rl.config.waltz import WaltzConfig, check_feedback, feedback_config, published
+from mantissa.rl.config.waltz import WaltzConfig, check_feedback, published, waltz_refusals
 from mantissa.rollout import LEAST_TEMPERATURE, MOST_TOLD, untold_support
 from mantissa.rollout.support import ignored
-from mantissa.tasks import CodeConfig, DatasetConfig, RequestsConfig, TaskConfig
+from mantissa.tasks import CodeConfig, TaskConfig
 from mantissa.training.masters import check_masters
 
 
@@ -76,11 +76,6 @@ class RunConfig(Config):
     def steps_behind(self) -> int:
         """RL steps that sampling is behind: as many as ``rollout.max_policy_lag`` optimiser steps surely hold."""
         return self.rollout.max_policy_lag // self.optimizer.updates_per_batch
-
-    @property
-    def of_feedback(self) -> RunConfig:
-        """The run of the feedback policy, of a recipe that has one."""
-        return feedback_config(self)
 
     @model_validator(mode="before")
     @classmethod
@@ -315,48 +310,3 @@ def _emulated_refusals(config: RunConfig) -> Refusals:
         "rollout.engine=emulated with precision.backend=native: its values are rounded in fp32; leave "
         "precision.backend out, or set rollout.engine=native",
     )
-
-
-def waltz_refusals(config: RunConfig) -> Refusals:
-    """What does not go together with a second policy."""
-    assert config.waltz is not None
-    waltz, rollout, task = config.waltz, config.rollout, config.task
-    reward = getattr(task, "reward", None) is not None
-    adapters, fresh = config.model.lora is not None, config.model.fresh is not None
-    refusals = (
-        (config.nproc > 1, f"nproc={config.nproc}: both policies learn in one process; set nproc=1"),
-        (rollout.engine != "native", f"rollout.engine={rollout.engine}: nobody has tried two of them; use native"),
-        (rollout.max_policy_lag > 0, "rollout.max_policy_lag: a dialogue is of both policies' newest weights; set 0"),
-        (rollout.dynamic is not None, "rollout.dynamic: there are no groups here; leave it out"),
-        (rollout.overlong is not None, "rollout.overlong: an answer's reward is the judge's word; leave it out"),
-        (config.guard is not None, "guard: it takes one policy back, and here two belong together; leave it out"),
-        (config.perfectible is not None, "perfectible: the game uses every prompt; leave it out"),
-        (
-            config.algorithm.advantage != "reinforce_pp",
-            f"algorithm.advantage={config.algorithm.advantage}: answers after feedback have no group, each prompt is "
-            "another; use reinforce_pp",
-        ),
-        (
-            not isinstance(task, (RequestsConfig, DatasetConfig)),
-            f"task.kind={task.kind}: its problems have no labels; use requests, or dataset with prompt and label",
-        ),
-        (reward, "task.reward: answers earn the judge's word, which waltz.judge names; leave it out"),
-        (getattr(task, "verifier", None) is not None, "task.verifier: waltz.judge grades; leave it out"),
-        (
-            isinstance(task, DatasetConfig) and waltz.judge is None,
-            "task.kind=dataset: rules judge the task requests alone; set waltz.judge.function or waltz.judge.server",
-        ),
-        (
-            waltz.label_later > 0 and waltz.conversation_frozen >= config.steps,
-            f"waltz.label_later={waltz.label_later:g} does nothing in steps={config.steps}: they are all of the first "
-            f"stage, which has waltz.conversation_frozen={waltz.conversation_frozen}; set that below steps, or "
-            "waltz.label_later=0",
-        ),
-        (
-            adapters and fresh and config.warm_start is not None,
-            "model.fresh with model.lora: its warm start trains the base, and two warm starts would make two; start "
-            "from model.path, or leave lora out",
-        ),
-    )
-    for refused, why in refusals:
-        yield refused, f"waltz with {why}"

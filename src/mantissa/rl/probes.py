@@ -1,23 +1,56 @@
-"""Probes of a few lines: the lag of completions, gradients flushed to zero, the doctor, a reference that follows."""
+"""What observes a step between scoring and learning, and is no part of it: the interface, and probes of a few lines.
+
+They see the lag of completions, gradients flushed to zero, the doctor's answer, which reference the step is held to,
+and what top-k and top-p left out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
+import torch
 
 from mantissa.base.errors import MantissaError
 from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.examine import examine as diagnose
 from mantissa.doctor.routers import routes
+from mantissa.precision.numerics import token_logprob
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.experience import Experience
 from mantissa.rl.learner import Learner
-from mantissa.rl.probes.interface import Metrics, Probe
-from mantissa.rl.score import ReferencePolicy
+from mantissa.rl.score import OnTokenLogits, ReferencePolicy
+from mantissa.rollout.support import Support
 from mantissa.runs.directory import RunDirectory
 
+Metrics = Mapping[str, float]
 _FLUSH_EVERY = 10  # steps between measurements of flushed gradients: each costs a forward and backward of 8 completions
+
+
+class Probe:
+    """Observes steps; what it returns are metrics of the step's row. ``phase``: what its time is counted as."""
+
+    phase: str | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether ``step`` is observed."""
+        return True
+
+    def look(self, experience: Experience) -> OnTokenLogits | None:
+        """What is shown the logits as a batch is scored, where this observes the scoring; None where it does not."""
+        return None
+
+    def observe(self, step: int, experience: Experience) -> Metrics:
+        """Of a weighed batch, before anything is learned from it."""
+        return {}
+
+    def learned(self, step: int) -> Metrics:
+        """After the step's update, due or not."""
+        return {}
+
+
+class SampleAgain(Exception):  # noqa: N818 - no error
+    """The step is to be sampled again: the kernels compute in another way from now on."""
 
 
 class Lag(Probe):
@@ -112,3 +145,37 @@ class Refresh(Probe):
     def learned(self, step: int) -> Metrics:
         self.reference.follow(self.learner.weights, self.learner.version)
         return {"reference/refreshes": self.reference.refreshes}
+
+
+class KeptMass(Probe):
+    """What top-k and top-p left out of what the learner would have said: the mass of the tokens that they kept.
+
+        log p(v) - log p_S(v) = log p(S)
+
+    for any token v of a support S, p the learner's distribution before its update. So the mean of it is what ignoring
+    the supports would do to the gap: logp_learner - logp_rollout would be lower by just that, at equal weights.
+    Measured in every step that is scored; how many tokens were kept, in every step.
+    """
+
+    def __init__(self, learner: Learner) -> None:
+        self.learner = learner
+
+    def look(self, experience: Experience) -> OnTokenLogits:
+        self._whole_BR = torch.zeros_like(experience.rollout_logp_BR)
+
+        def look(row_N: torch.Tensor, column_N: torch.Tensor, logits_NV: torch.Tensor) -> None:
+            token_N = experience.tokens_BT[row_N, experience.prompt_length_B[row_N] + column_N]
+            self._whole_BR[row_N, column_N] = token_logprob(logits_NV, token_N, self.learner.temperature)
+
+        return look
+
+    def observe(self, step: int, experience: Experience) -> Metrics:
+        if experience.support is None or not bool(experience.mask_BR.any()):  # a top-k of at least the vocabulary
+            return {}
+        sizes = Support.join(experience.support).sizes(self.learner.model.config.vocab_size)
+        metrics = {"support/tokens": float(sizes.double().mean())}
+        if experience.entropy_BR is not None:  # scored
+            self.learner.ranks.join_rows(self._whole_BR)
+            mass = (self._whole_BR.double() - experience.old_logp.double())[experience.mask_BR]
+            metrics |= {"support/log_mass": float(mass.mean()), "support/log_mass_min": float(mass.min())}
+        return metrics

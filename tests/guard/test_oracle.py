@@ -10,8 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mantissa.base.jsonl import decode, encode
-from mantissa.dropin import Decision, Guard, GuardConfig, ReferenceRun
-from mantissa.dropin.guard import ACTIONS
+from mantissa.guard import ACTIONS, Decision, Guard, GuardConfig, ReferenceRun
 
 Rows = list[dict[str, Any]]
 

@@ -12,8 +12,7 @@ import pytest
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.jsonl import JsonLines
-from mantissa.dropin import Decision, GuardConfig, GuardLog, GuardSettings, Judge, open_guard, replay
-from mantissa.dropin.guard import noteworthy
+from mantissa.guard import Decision, GuardConfig, GuardLog, GuardSettings, Judge, noteworthy, open_guard, replay
 from toys import quiet
 
 Rows = list[dict[str, Any]]

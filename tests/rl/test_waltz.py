@@ -16,11 +16,11 @@ import torch
 
 import small_run
 from mantissa.base.errors import MantissaError
-from mantissa.genesis import waltz
-from mantissa.genesis.waltz import Dialogue, Game, assemble_two, rates
-from mantissa.rl import RunConfig, make_config, resume, resumed_config, start
+from mantissa.rl import RunConfig, make_config, resume, resumed_config, start, waltz
 from mantissa.rl.collect.sampler import Sample
 from mantissa.rl.config.recipe import apply_overrides
+from mantissa.rl.config.waltz import feedback_config
+from mantissa.rl.waltz import Dialogue, Game, assemble_two, rates
 from mantissa.runs.compare_page import build_comparison
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.metrics import METRICS, undeclared
@@ -208,7 +208,7 @@ def play(
 ) -> tuple[Game, list[Dialogue]]:
     parts = assemble_two(config)
     try:
-        for each in (parts, parts.feedback):
+        for each in (parts, parts.beside["feedback"]):
             assert each is not None
             each.sampler.engine.sync(each.learner.weights, 0)
         game = Game(config, parts)
@@ -308,7 +308,7 @@ def test_every_precision_runs_for_either_role(tmp_path: Path, overrides: tuple[s
     run = train(tmp_path / "run", "steps=2", *overrides)
     roles = {row["role"]: row["active"] for row in run.environment["precision"]}
     mine = configure(*overrides)
-    for prefix, config in (("", mine), ("feedback ", mine.of_feedback)):
+    for prefix, config in (("", mine), ("feedback ", feedback_config(mine))):
         assert roles[f"{prefix}learner"].startswith(config.precision.train)
     for row in (*run.read_metrics(), *inner(run).read_metrics()):
         assert undeclared(row) == []
@@ -321,10 +321,9 @@ def test_every_precision_runs_for_either_role(tmp_path: Path, overrides: tuple[s
 def test_adapters_of_both_policies_have_one_base(finished: RunDirectory, tmp_path: Path) -> None:
     base = f"model={{path: {finished.path}, lora: {{rank: 2, alpha: 4}}}}"
     parts = assemble_two(configure(base))
-    assert parts.feedback is not None
     parts.close()
     name = "model.layers.0.mlp.up_proj.weight"
-    one, other = (dict(each.model.named_parameters()) for each in (parts, parts.feedback))
+    one, other = (dict(each.model.named_parameters()) for each in (parts, parts.beside["feedback"]))
     assert one[name].data_ptr() == other[name].data_ptr()
     adapter = name.replace("weight", "lora_A")
     assert one[adapter].data_ptr() != other[adapter].data_ptr()
@@ -378,14 +377,19 @@ def test_what_cannot_be_is_said_before_anything_is_made(finished: RunDirectory, 
 def test_it_goes_on_from_the_newest_checkpoint(saved: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of however many there are, and both sides from the step that it is of."""
     opened: list[int] = []
-    side: Any = types.SimpleNamespace(open=opened.append, export=lambda: None)
+    source: Any = types.SimpleNamespace(start=lambda step, *_: opened.append(step))
+    side: Any = types.SimpleNamespace(
+        sampler=types.SimpleNamespace(engine=None), learner=types.SimpleNamespace(weights={}, version=0), ahead=[]
+    )
     made: Any = object.__new__(waltz.Waltz)
-    made.inner, made.sides = contextlib.nullcontext(), (side, side)
-    made.run = types.SimpleNamespace(checkpoint_path=lambda step: Path("run", "checkpoints", f"step-{step}"))
+    made.inner, made.runs = contextlib.nullcontext(), (side, side)
+    made.folder = types.SimpleNamespace(checkpoints=Path("run", "checkpoints"))
     made.config = types.SimpleNamespace(steps=5)
     made._restore, made._begin = lambda step: step, lambda: 0
     played: list[int] = []
     made.step = played.append
+    monkeypatch.setattr(waltz, "_Played", lambda engine: source)
+    monkeypatch.setattr(waltz, "export", lambda run: None)
     monkeypatch.setattr(waltz, "saved_steps", lambda folder: list(saved))
     assert made.go()
     newest = max(saved, default=0)

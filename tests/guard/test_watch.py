@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.jsonl import JsonLines
-from mantissa.dropin import GuardConfig, GuardLog, PrecisionTrainer, replay
+from mantissa.dropin import PrecisionTrainer
+from mantissa.guard import GuardConfig, GuardLog, replay
 from mantissa.runs.metrics import undeclared
 from toys import cross_entropy, data, fragile, mlp, quiet, same, state, trainer_of
 

@@ -5,7 +5,7 @@ answer and there are rounds left, its feedback and another answer. Every answer 
 ``mantissa.rl.config.waltz``'s; a dialogue on one of whose answers the judge failed says nothing and is left out.
 Every draw follows from the run's seed, the step, the round and the prompt's number, as everywhere.
 
-Each policy is a run of its own in all that is one policy's: its loop, learner, optimiser, loss scaler, engine and
+Each policy is a ``Run`` of its own in all that is one policy's: its learner, optimiser, loss scaler, engine and
 reference, its rows and completions. The conversation policy's are in the run's folder, the feedback policy's in
 ``feedback/`` inside it, which reads like any run. What they have together is the game that brings both their batches,
 and the checkpoint: one folder with both, so that a kill finds them at the same step. An overflow is one scaler's, and a
@@ -36,10 +36,12 @@ from mantissa.rl.collect.sampler import Sample
 from mantissa.rl.collect.source import SyncSource
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.config.sections import RolloutConfig
-from mantissa.rl.experience import Experience
-from mantissa.rl.learner import Update
-from mantissa.rl.loop import Loop
-from mantissa.rollout import NativeEngine
+from mantissa.rl.config.waltz import feedback_config
+from mantissa.rl.loop import begin, export
+from mantissa.rl.run import Run, checkpoint_of, restore
+from mantissa.rl.session import KINDS, Kind, environment_of
+from mantissa.rl.step import Row, take_step
+from mantissa.rollout import NativeEngine, RolloutEngine
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live
 from mantissa.runs.trackers import Trackers
@@ -47,10 +49,12 @@ from mantissa.tasks import Problem, Reviews, Reward, Script, build_task
 from mantissa.tasks.requests import Feedback, label_of
 from mantissa.training import Checkpoint, load_checkpoint, save_checkpoint, saved_steps
 
+_OTHER = "feedback"  # the policy beside the recipe's own
+
 
 def assemble_two(config: RunConfig, ranks: Ranks = ALONE, products: CpuProducts | None = None) -> Parts:
     """The parts of a conversation policy, and in them those of its feedback policy; ``products``: ``assemble``'s."""
-    waltz, other = config.waltz, config.of_feedback
+    waltz, other = config.waltz, feedback_config(config)
     assert waltz is not None
     if config.model.tokenizer != other.model.tokenizer:
         raise MantissaError(
@@ -63,24 +67,23 @@ def assemble_two(config: RunConfig, ranks: Ranks = ALONE, products: CpuProducts 
     script = Script.of(task, waltz.review, waltz.revise)
     parts = assemble(config, ranks, task, products)
     try:
-        parts = replace(parts, feedback=assemble(other, ranks, Reviews(task, script), products))
+        parts = replace(parts, beside={_OTHER: assemble(other, ranks, Reviews(task, script), products)})
         _check_dialogues(config, parts, script)
     except BaseException:
         parts.close()
         raise
     if config.model.path is not None and config.model.path == other.model.path:
-        assert parts.feedback is not None
-        _share_base(parts.model, parts.feedback.model)
+        _share_base(parts.model, parts.beside[_OTHER].model)
     return parts
 
 
 def _check_dialogues(config: RunConfig, parts: Parts, script: Script) -> None:
     """Refuse labels that are none, and a game whose longest dialogue one of its policies has no positions for."""
-    assert parts.feedback is not None
     assert config.waltz is not None
-    rounds, answer, said = config.waltz.rounds, config.rollout.max_tokens, config.of_feedback.rollout.max_tokens
+    other = parts.beside[_OTHER]
+    rounds, answer, said = config.waltz.rounds, config.rollout.max_tokens, feedback_config(config).rollout.max_tokens
     again = len(parts.tokenizer.encode(script.revise)) + answer + said
-    sides = (("rollout", parts, answer + rounds * again), ("waltz.feedback.rollout", parts.feedback, answer + said))
+    sides = (("rollout", parts, answer + rounds * again), ("waltz.feedback.rollout", other, answer + said))
     for problem in itertools.chain(parts.task.split("train"), parts.task.split("heldout")):
         label_of(problem)
         for where, side, written in sides:
@@ -143,12 +146,12 @@ class Game:
 
     def __init__(self, config: RunConfig, parts: Parts) -> None:
         assert config.waltz is not None
-        assert parts.feedback is not None
-        assert isinstance(parts.feedback.task, Reviews)
-        self.config, self.waltz, self.script = config, config.waltz, parts.feedback.task.script
+        task = parts.beside[_OTHER].task
+        assert isinstance(task, Reviews)
+        self.config, self.waltz, self.script = config, config.waltz, task.script
         self.problems, self.heldout = parts.task.split("train"), parts.task.split("heldout")
-        self.other = config.of_feedback
-        self.talker, self.critic = parts.sampler, parts.feedback.sampler
+        self.other = feedback_config(config)
+        self.talker, self.critic = parts.sampler, parts.beside[_OTHER].sampler
         self._seconds: dict[str, float] = {}
 
     def step(self, step: int) -> tuple[Batch, Batch]:
@@ -296,128 +299,91 @@ _THEIRS = "feedback_"  # begins the names of the feedback policy's files in a ch
 
 
 class Waltz:
-    """Both policies' loops, taken a step at a time. ``environment``: the feedback policy's, for its folder."""
+    """Both policies' runs, taken a step at a time."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        parts: Parts,
-        run: RunDirectory,
-        trackers: Trackers,
-        live: Live,
-        environment: Mapping[str, Any],
-    ) -> None:
-        assert parts.feedback is not None
-        self.config, self.run, self.live, self.game = config, run, live, Game(config, parts)
-        self.inner = run.inner(self.game.other.model_dump(mode="json", exclude={"run_dir"}), environment)
+    def __init__(self, config: RunConfig, parts: Parts, folder: RunDirectory, trackers: Trackers, live: Live) -> None:
+        self.config, self.folder, self.game = config, folder, Game(config, parts)
+        other, theirs = self.game.other, parts.beside[_OTHER]
+        self.inner = folder.inner(other.model_dump(mode="json", exclude={"run_dir"}), environment_of(theirs))
         beside = Trackers([_Beside(trackers)])
-        self.conversation = Side(config, parts, run, trackers, live, self.game)
-        self.feedback = Side(self.game.other, parts.feedback, self.inner, beside, _Aside(live), self.game)
-        self.sides = (self.feedback, self.conversation)
+        self.conversation = Run(config, parts, folder, trackers, live)
+        self.feedback = Run(other, theirs, self.inner, beside, _Aside(live))
+        self.runs = (self.feedback, self.conversation)
+        for each in self.runs:
+            if each.exactness is not None:
+                each.exactness.replan = None  # to sample a step again, the other policy must not have learned from it
 
     def go(self) -> bool:
         """Run to the end, from the newest checkpoint or from the beginning."""
         with self.inner:
-            saved = saved_steps(self.run.checkpoint_path(0).parent)
+            saved = saved_steps(self.folder.checkpoints)
             step = self._restore(saved[-1]) if saved else self._begin()
-            for side in self.sides:
-                side.open(step)
+            for run in self.runs:
+                run.source = _Played(run.sampler.engine)
+                run.source.start(step, run.learner.weights, run.learner.version, run.ahead)
             while step < self.config.steps:
                 step += 1
                 self.step(step)
-            for side in self.sides:
-                side.export()
+            for run in self.runs:
+                export(run)
         return True
 
     def step(self, step: int) -> None:
         """One step: play, then each policy scores, weighs, learns and publishes what it has of the dialogues."""
         talk, hear = self.conversation, self.feedback
-        talk.begin_step()
-        talk.batch, hear.batch = self.game.step(step)
-        with talk.aside(hear.batch):
-            hear.step(step)
-        talk.step(step)  # the last: where it evaluates, both have learned
+        talk.started = time.perf_counter()  # the step's clock starts before its batch is there
+        answers, said = self.game.step(step)
+        talk.source, hear.source = _Played(talk.sampler.engine, answers), _Played(hear.sampler.engine, said)
+        talk.seconds["feedback"] = said.seconds["rollout"]  # its sampling is part of the other's
+        with talk.timed("feedback"):
+            self._take(hear, step)
+        self._take(talk, step)  # the last: where it evaluates, both have learned
         if step % self.config.checkpoint.every == 0 or step == self.config.steps:
             self._save(step)
 
+    def _take(self, run: Run, step: int) -> None:
+        learns = self.game.waltz.learns(run is self.conversation, step)
+        take_step(run, step, learns=learns, evaluate=self._evaluate)
+
+    def _evaluate(self, run: Run, step: int) -> Row:
+        evaluation = run.config.evaluation
+        assert evaluation is not None
+        return self.game.rates(step, evaluation.problems, evaluation.samples)
+
     def _begin(self) -> int:
-        for side in self.sides:
-            side.begin()
+        for run in self.runs:
+            begin(run)
         self._save(0)
         return 0
 
     def _save(self, step: int) -> None:
-        answers, feedback = self.conversation.checkpoint(step), self.feedback.checkpoint(step)
+        answers, feedback = checkpoint_of(self.conversation, step), checkpoint_of(self.feedback, step)
         assert answers is not None
         assert feedback is not None
         theirs = {"policy": feedback.policy, "optimizer": feedback.optimizer, **feedback.more}
         more = answers.more | {_THEIRS + name: tensors for name, tensors in theirs.items()}
         state = {**answers.state, "feedback": feedback.state}
         both = Checkpoint(step, answers.policy, answers.optimizer, state, more)
-        save_checkpoint(self.run.checkpoint_path(0).parent, both, self.config.checkpoint.keep)
+        save_checkpoint(self.folder.checkpoints, both, self.config.checkpoint.keep)
 
     def _restore(self, step: int) -> int:
-        both = load_checkpoint(self.run.checkpoint_path(0).parent, step)
+        both = load_checkpoint(self.folder.checkpoints, step)
         more = {name.removeprefix(_THEIRS): both.part(name) for name in both.more if name.startswith(_THEIRS)}
         policy, optimizer = more.pop("policy", {}), more.pop("optimizer", {})
-        self.feedback.restore(Checkpoint(step, policy, optimizer, both.state.get("feedback", {}), more, both.checked))
-        return self.conversation.restore(both)
-
-
-class Side(Loop):
-    """The loop of one of the two. Its ``batch`` is brought by the game, and a checkpoint is both's."""
-
-    def __init__(
-        self, config: RunConfig, parts: Parts, run: RunDirectory, trackers: Trackers, live: Live, game: Game
-    ) -> None:
-        super().__init__(config, parts, run, trackers, live)
-        self.game = game
-        self.batch: Batch | None = None
-        self._talks = config.waltz is not None
-        if self.exactness is not None:
-            self.exactness.replan = None  # to sample a step again, the other policy must not have learned from it
-
-    def begin_step(self) -> None:
-        """The step's clock starts before its batch is there."""
-        self._started = time.perf_counter()
-
-    @contextmanager
-    def aside(self, theirs: Batch) -> Iterator[None]:
-        """Around the other policy's part of the step; ``theirs``: its batch, whose sampling is part of that."""
-        self._seconds["feedback"] = theirs.seconds["rollout"]
-        with self._timed("feedback"):
-            yield
-
-    def _source(self) -> SyncSource:
-        return _Played(self)
-
-    def _learn(self, step: int, experience: Experience) -> Update:
-        if self.game.waltz.learns(self._talks, step):
-            return super()._learn(step, experience)
-        with self._timed("update"):
-            return Update((), experience.tallies, 0)
-
-    def _evaluate(self, step: int) -> dict[str, float]:
-        evaluation = self.config.evaluation
-        assert evaluation is not None
-        return self.game.rates(step, evaluation.problems, evaluation.samples)
-
-    def _save(self, step: int) -> None:
-        """Nothing: ``Waltz`` saves both."""
-
-    def _hold_room(self, step: int) -> None:
-        """Nothing: a checkpoint of one of the two would not do."""
+        theirs = Checkpoint(step, policy, optimizer, both.state.get("feedback", {}), more, both.checked)
+        restore(self.feedback, theirs)
+        return restore(self.conversation, both)
 
 
 class _Played(SyncSource):
     """Takes what the game brought."""
 
-    def __init__(self, side: Side) -> None:
-        self._side, self._engine = side, side.sampler.engine
+    def __init__(self, engine: RolloutEngine, batch: Batch | None = None) -> None:
+        self._engine, self._batch = engine, batch
 
     def take(self, step: int) -> Batch:
-        assert self._side.batch is not None
-        return self._side.batch
+        assert self._batch is not None
+        return self._batch
 
 
 class _Aside(Live):
@@ -447,3 +413,6 @@ class _Beside:
 
     def close(self) -> None:
         """Nothing: they are the run's."""
+
+
+KINDS["waltz"] = Kind(assemble_two, lambda *made: Waltz(*made).go())

@@ -21,22 +21,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import WAYS, Planned, Way
-from mantissa.rl.assemble import Parts
+from mantissa.kernels import WAYS, ExactPlan, Planned, Way
+from mantissa.rl.collect.sampler import Sampler
 from mantissa.rl.config.run import RunConfig
+from mantissa.rl.exact.replay import Case, examine, unequal, write_case
 from mantissa.rl.experience import Experience
-from mantissa.rl.probes.interface import Metrics, Probe, SampleAgain
-from mantissa.rl.replay import Case, examine, unequal, write_case
-from mantissa.rl.score import OnTokenLogits
+from mantissa.rl.learner import Learner
+from mantissa.rl.probes import Metrics, Probe, SampleAgain
+from mantissa.rl.score import OnTokenLogits, ReferencePolicy
 from mantissa.rollout import Call, NativeEngine, Request
 from mantissa.rollout.sampling import drawn_otherwise, uniforms
-from mantissa.runs.directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,25 @@ def bitwise_mismatch(experience: Experience) -> Mismatch | None:
 
 
 class Exactness(Probe):
-    """Checks the steps of a run. ``note`` takes a line for the screen."""
+    """Checks the steps of a run. ``replan``: makes another plan, where there is one; collective. ``folder``: takes the
+    files of what differs, ``note`` a line for the screen."""
 
-    def __init__(self, config: RunConfig, parts: Parts, run: RunDirectory, note: Callable[[str], None]) -> None:
-        assert isinstance(parts.sampler.engine, NativeEngine)
-        self.precision = config.precision.of_layers(parts.model.config.num_hidden_layers)
-        self.steps, self.run, self.note = config.steps, run, note
-        self.params = parts.sampler.params_of(config.rollout)
-        self.learner, self.engine, self.replan = parts.learner, parts.sampler.engine, parts.replan
-        others = [] if parts.reference is None else [parts.reference.kernels]
+    def __init__(
+        self,
+        config: RunConfig,
+        learner: Learner,
+        sampler: Sampler,
+        reference: ReferencePolicy | None,
+        replan: Callable[[Way], ExactPlan | None] | None,
+        folder: Path,
+        note: Callable[[str], None],
+    ) -> None:
+        assert isinstance(sampler.engine, NativeEngine)
+        self.precision = config.precision.of_layers(learner.model.config.num_hidden_layers)
+        self.steps, self.folder, self.note = config.steps, folder, note
+        self.params = sampler.params_of(config.rollout)
+        self.learner, self.engine, self.replan = learner, sampler.engine, replan
+        others = [] if reference is None else [reference.kernels]
         every = (self.learner.kernels, self.engine.kernels, *others)
         self.kernels = [kernels for kernels in every if isinstance(kernels, Planned)]
         self.replans = 0
@@ -211,7 +222,7 @@ class Exactness(Probe):
                 found = examine(self.engine, learner.model, learner.kernels, case)
                 seen = () if found.reproduced else ("not reproduced", *found.lines(case))
                 what = "; ".join((what, *seen, str(found)))
-            path = self.run.path / f"mismatch-step-{step}.safetensors"
+            path = self.folder / f"mismatch-step-{step}.safetensors"
             write_case(path, case, learner.model.config, self.precision, self.engine, weights, what)
             said = f"{what}; replay it with: mantissa replay {path}"
         return ranks.first_of(said) or what

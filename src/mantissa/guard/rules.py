@@ -24,206 +24,17 @@ accuracy and reward are its measure, as the rows of a trainer know neither.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from mantissa.base.bounds import outside
 from mantissa.base.errors import MantissaError
-from mantissa.base.files import write_atomically
-from mantissa.base.jsonl import JsonLines, Row
-from mantissa.base.ranks import ALONE, Ranks
-from mantissa.base.readers.json import read_json
-from mantissa.dropin.guard_config import DROPS, GuardConfig, ReferenceRun, figure, finite_loss, mean
-
-FORMAT = "mantissa-guard"
-VERSION = 1
-
-
-@dataclass(frozen=True)
-class GuardSettings:
-    """What ``guard.json`` holds: the config, and how many rows of the reference were read and what they hash to."""
-
-    config: GuardConfig
-    reference_rows: int | None = None
-    reference_digest: str | None = None
-
-    @classmethod
-    def of(cls, guard: Guard) -> GuardSettings:
-        known = guard.reference
-        return cls(guard.config) if known is None else cls(guard.config, known.rows, known.digest)
-
-    def write(self, folder: Path | str) -> None:
-        """Write ``folder/guard.json``, atomically."""
-        values = {
-            "format": FORMAT,
-            "version": VERSION,
-            "config": self.config.model_dump(mode="json"),
-            "reference_rows": self.reference_rows,
-            "reference_digest": self.reference_digest,
-        }
-        write_atomically(Path(folder) / "guard.json", json.dumps(values, indent=2) + "\n")
-
-    @classmethod
-    def read(cls, folder: Path | str) -> GuardSettings | None:
-        """What ``folder/guard.json`` says; None without one. Raises ``MantissaError`` where it is something else."""
-        path = Path(folder) / "guard.json"
-        if not path.exists():
-            return None
-        values: Any = read_json(path, "restore it, or delete it")
-        if not isinstance(values, dict) or values.get("format") != FORMAT or not isinstance(values.get("config"), dict):
-            raise MantissaError(f"{path}: expected the settings of a guard; restore it, or delete it")
-        if values.get("version") != VERSION:
-            raise MantissaError(f"{path} has version {values.get('version')!r}; this Mantissa reads version {VERSION}")
-        try:
-            config = GuardConfig(**values["config"])
-        except MantissaError as error:
-            raise MantissaError(f"{path}: {error}") from None
-        rows = values.get("reference_rows")
-        return cls(config, rows if isinstance(rows, int) else None, values.get("reference_digest"))
-
-    def read_reference(self, path: Path | str | None = None) -> ReferenceRun | None:
-        """The part of the reference that the run was judged with; ``path``: where it lies now, if it was moved.
-
-        Raises ``MantissaError`` where it is gone, or is not what it was.
-        """
-        where = path if path is not None else self.config.reference
-        if where is None:
-            return None
-        if not Path(where).exists():
-            raise MantissaError(f"the reference {where} is not there; give the folder that it was moved to")
-        reference = ReferenceRun.read(where, self.reference_rows)
-        if self.reference_digest is not None and reference.digest != self.reference_digest:
-            raise MantissaError(
-                f"the reference {where} has changed: its first {self.reference_rows} rows are not those that the run "
-                "was judged with; restore it, or give the folder it was moved to"
-            )
-        return reference
-
-
-class GuardLog:
-    """The decisions of one run in ``folder/guard.jsonl``. Get one, and its guard, from ``open_guard``.
-
-    A guarded run keeps two files beside its metrics: ``guard.json``, its settings, and ``guard.jsonl``, its decisions.
-
-    ``guard.json`` says with which settings, and with how much of which reference, the run is judged. A run keeps them
-    for its life, or its decisions could not be reproduced. ``guard.jsonl`` has a row for every decision that is not
-    "ok", and for the first "ok" after one. A step's row in ``metrics.jsonl`` is written first: killed between the two,
-    a run lacks its newest decision and nothing else.
-    """
-
-    def __init__(self, folder: Path | str) -> None:
-        self._rows = JsonLines(Path(folder) / "guard.jsonl")
-        self._action: Action = self._last_action()
-
-    def add(self, decision: Decision) -> bool:
-        """Log the decision if it is noteworthy, durably; returns whether it was."""
-        kept = not decision.action == self._action == "ok"
-        if kept:
-            self._rows.append(decision.row())
-        self._action = decision.action
-        return kept
-
-    def read(self) -> list[Decision]:
-        """Every logged decision, oldest first. Raises ``MantissaError`` for rows that are none."""
-        try:
-            rows = self._rows.read()
-        except OSError as error:
-            raise MantissaError(f"cannot read {self._rows.path}: {error.strerror or error}") from None
-        try:
-            return [Decision.from_row(row) for row in rows]
-        except MantissaError as error:
-            raise MantissaError(f"{self._rows.path}: {error}") from None
-
-    def truncate(self, step: int) -> None:
-        """Forget the decisions after ``step``: what a resume from the checkpoint of that step begins with."""
-        if self._rows.path.exists():
-            self._rows.truncate(step)
-        self._action = self._last_action()
-
-    def _last_action(self) -> Action:
-        decisions = self.read()  # the newest row tells: whatever came after it was ok, and before that too
-        return decisions[-1].action if decisions else "ok"
-
-
-def open_guard(folder: Path | str, config: GuardConfig) -> tuple[Guard, GuardLog]:
-    """A run's guard and its log: of a new run, which gets its ``guard.json``, or of one that is resumed.
-
-    Raises ``MantissaError`` where the run was guarded with other settings, or with a reference that is no longer so.
-    """
-    settings = GuardSettings.read(folder)
-    if settings is None:
-        guard = Guard(config)
-        GuardSettings.of(guard).write(folder)
-    else:
-        was, now = settings.config.model_dump(), config.model_dump()
-        changed = [f"{name}={was[name]!r}, now {now[name]!r}" for name in now if was[name] != now[name]]
-        if changed:
-            raise MantissaError(
-                f"{folder} was guarded with {'; '.join(changed)}: go on with the settings it has, or start another run"
-            )
-        guard = Guard(config, settings.read_reference())
-    return guard, GuardLog(folder)
-
-
-class Judge:
-    """A run's guard and its log, asked after every row. Rank 0 judges, and every rank learns what it decided.
-
-    ``guard``: rank 0's; None elsewhere. ``reasons``: of the last decision. ``say`` hears what has changed.
-    Raises ``MantissaError`` as ``open_guard``.
-    """
-
-    def __init__(
-        self, folder: Path | str, config: GuardConfig, say: Callable[[str], None], ranks: Ranks = ALONE
-    ) -> None:
-        self.guard: Guard | None = None
-        self.reasons: tuple[str, ...] = ()
-        self._say = say
-        self._ranks = ranks
-        self._told: tuple[Any, ...] = ("ok", ())  # action and rules of the decision before
-        if ranks.rank0:
-            self.guard, self._log = open_guard(folder, config)
-
-    @property
-    def good(self) -> bool:
-        """Whether a checkpoint written now may be called the last good one. Collective, as all here."""
-        return self._ranks.max_of(float(self.guard is not None and self.guard.good)) > 0
-
-    def judge(self, row: Mapping[str, Any]) -> bool:
-        """Whether to fall back after this row, which is on disk already; the decision is logged when this returns.
-
-        ``MantissaError``: the guard stops the run.
-        """
-        decision = None if self.guard is None else self._decide(self.guard, row)
-        self.reasons = decision.reasons if decision else ("rank 0 says why",)
-        action = self._ranks.max_of(float(severity(decision.action)) if decision else 0.0)
-        if action == severity("stop"):
-            raise MantissaError(f"the guard stops the run at step {row['step']}: {'; '.join(self.reasons)}")
-        return action == severity("fall back")
-
-    def _decide(self, guard: Guard, row: Mapping[str, Any]) -> Decision:
-        decision = guard.observe(row)
-        self._log.add(decision)
-        told = (decision.action, decision.rules)
-        if told != self._told:  # a standing warning is logged every step, and told once
-            why = f": {'; '.join(decision.reasons)}" if decision.reasons else " again"
-            self._say(f"guard: step {decision.step}: {decision.action}{why}")
-        self._told = ("ok", ()) if decision.action == "fall back" else told
-        return decision
-
-    def rewind(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Be as after ``step``, whose rows these are: decisions are a function of them, those after it forgotten."""
-        if self.guard is not None:
-            self._log.truncate(step)
-            self.guard = Guard(self.guard.config, self.guard.reference)
-            for row in rows:
-                self.guard.observe(row)
-
+from mantissa.base.jsonl import Row
+from mantissa.guard.config import DROPS, GuardConfig, ReferenceRun, figure, finite_loss, mean
 
 Action = Literal["ok", "warn", "alert", "fall back", "stop"]
 ACTIONS: tuple[Action, ...] = get_args(Action)  # in the order of severity
@@ -235,7 +46,8 @@ class Decision:
     """What the guard says after a step.
 
     ``reasons``: one line for each rule that fired, the most severe first, beginning with the rule's name and a colon;
-    for "fall back" and "stop" one more line that says where to, or why not.
+    for "fall back" and "stop" one more line that says where to, or why not. ``rules``: the names of those that fired,
+    in the same order; of a guard's own decision, not of one that was read.
     ``numbers``: every figure there was enough data for, whether its rule fired or not: ``steps`` (in the window),
     ``overflowed_rate``, ``loss_mean``, ``nonfinite_in_a_row``, ``fall_backs`` (before this step) and, where measured,
     ``best_loss_mean``, ``compared_loss_mean``, ``reference_loss_mean``, ``loss_excess``, ``accuracy_mean``,
@@ -246,12 +58,7 @@ class Decision:
     action: Action
     reasons: tuple[str, ...] = ()
     numbers: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def rules(self) -> tuple[str, ...]:
-        """The names of the rules that fired, in the order of ``reasons``."""
-        names = (reason.partition(":")[0] for reason in self.reasons)
-        return tuple(name for name in names if name not in ACTIONS)
+    rules: tuple[str, ...] = field(default=(), compare=False)
 
     def row(self) -> Row:
         """The decision as one flat row of JSON; ``from_row`` reads it."""
@@ -281,7 +88,13 @@ class _Seen:
     theirs: dict[str, float]
 
 
-Finding = tuple[Action, str]
+@dataclass(frozen=True)
+class Finding:
+    """What a rule says, and why."""
+
+    action: Action
+    rule: str
+    why: str
 
 
 class Guard:
@@ -345,11 +158,7 @@ class Guard:
         if len(self._window) > self.config.window:
             self._count(self._window.popleft(), -1)
         numbers: dict[str, float] = {"steps": len(self._window)}
-        findings = [
-            finding
-            for rule in (_nonfinite, _overflow, _against_reference, _divergence, _drops, _speed, _gates)
-            for finding in rule(self, numbers)
-        ]
+        findings = [finding for rule in RULES for finding in rule.measure(self, rule, numbers)]
         numbers["fall_backs"] = self.fall_backs
         decision = self._decide(step, row.get("precision/format"), findings, numbers)
         self._remember(decision)
@@ -383,9 +192,9 @@ class Guard:
         return _Seen(ours, {name: known[at] for name, known in theirs.items() if name in ours and at in known})
 
     def _decide(self, step: int, fmt: object, findings: list[Finding], numbers: dict[str, float]) -> Decision:
-        findings = sorted(findings, key=lambda finding: -severity(finding[0]))  # stable: rules keep their order
-        action: Action = findings[0][0] if findings else "ok"
-        reasons = tuple(reason for _, reason in findings)
+        findings = sorted(findings, key=lambda finding: -severity(finding.action))  # stable: rules keep their order
+        action: Action = findings[0].action if findings else "ok"
+        reasons = tuple(f"{finding.rule}: {finding.why}" for finding in findings)
         if action == "fall back":
             used, to = self.config.max_fall_backs, self.config.to
             if isinstance(fmt, str) and set(fmt.split("/")) <= set(_AS_WIDE[to]):  # of learner and rollout, where two
@@ -395,7 +204,7 @@ class Guard:
             else:
                 why = f"to {to}, from the last good checkpoint"
             reasons = (*reasons, f"{action}: {why}")
-        return Decision(step, action, reasons, numbers)
+        return Decision(step, action, reasons, numbers, tuple(finding.rule for finding in findings))
 
     def _remember(self, decision: Decision) -> None:
         trouble = self._nonfinite > 0 or severity(decision.action) >= severity("alert")
@@ -449,42 +258,81 @@ def noteworthy(decisions: Sequence[Decision]) -> list[Decision]:
     return [each for each, was in zip(decisions, before, strict=False) if not each.action == was == "ok"]
 
 
-# The rules: each adds its figures to ``numbers`` and returns what it found.
+# The rules: each adds its figures to a decision's ``numbers`` and returns what it found.
+
+Measure = Callable[["Guard", "Rule", dict[str, float]], list[Finding]]
 
 
-def _nonfinite(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
+@dataclass(frozen=True)
+class Rule:
+    """A line of the table of rules.
+
+    ``figure``: what it goes by, among a decision's numbers, ``show``: in words; ``needs``: the metric that is made of;
+    ``worst``: of several figures, the one nearest to the threshold. ``actions``: those with a share as their threshold,
+    ``<name>_<action>`` of the settings. ``fires``: where, in words, of the other rules.
+    """
+
+    name: str
+    measure: Measure
+    figure: str
+    needs: str
+    show: str
+    actions: tuple[Action, ...] = ()
+    fires: Callable[[GuardConfig], str] | None = None
+    worst: Callable[..., Any] = max
+
+    def bounds(self, config: GuardConfig) -> list[tuple[Action, float]]:
+        """The share beyond which each action is said, the mildest first."""
+        return [(action, getattr(config, f"{self.name}_{action.replace(' ', '_')}")) for action in self.actions]
+
+    def thresholds(self, config: GuardConfig) -> str:
+        """Where it fires, in words."""
+        if self.fires is not None:
+            return self.fires(config)
+        shares = ", ".join(f"{100 * bound:g}%" for _, bound in self.bounds(config))
+        return f"{', '.join(self.actions)} above {shares}"
+
+    def highest(self, config: GuardConfig, share: float, said: str) -> list[Finding]:
+        """The most severe action beyond whose threshold the share lies, with that threshold in the reason."""
+        reached = [(action, bound) for action, bound in self.bounds(config) if share > bound]
+        return [
+            Finding(action, self.name, f"{said} ({action} above {100 * bound:g}%)") for action, bound in reached[-1:]
+        ]
+
+
+def _nonfinite(guard: Guard, rule: Rule, numbers: dict[str, float]) -> list[Finding]:
     count, bound = guard._nonfinite, guard.config.nonfinite_in_a_row
-    numbers["nonfinite_in_a_row"] = count
+    numbers[rule.figure] = count
     if count == 0:
         return []
     plural = "loss is" if count == 1 else "losses are"
-    reason = f"nonfinite: the last {count} {plural} not finite (fall back at {bound} in a row)"
-    return [("fall back" if count >= bound else "warn", reason)]
+    why = f"the last {count} {plural} not finite ({rule.thresholds(guard.config)})"
+    return [Finding("fall back" if count >= bound else "warn", rule.name, why)]
 
 
-def _overflow(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
+def _overflow(guard: Guard, rule: Rule, numbers: dict[str, float]) -> list[Finding]:
     found = guard._share("overflowed")
     if found is None:
         return []
     rate, steps = found
-    numbers["overflowed_rate"] = rate
-    said = f"overflow: {rate:.1%} of {steps} steps overflowed"
-    return _highest(guard.config, "overflow", ("warn", "alert", "fall back"), rate, said)
+    numbers[rule.figure] = rate
+    return rule.highest(guard.config, rate, f"{rate:.1%} of {steps} steps overflowed")
 
 
-def _against_reference(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
+def _against_reference(guard: Guard, rule: Rule, numbers: dict[str, float]) -> list[Finding]:
     found, config = guard._means("loss"), guard.config
     if found is None or guard.reference is None:
         return []
     ours, theirs, steps = found
     unit = max(abs(theirs), config.loss_floor * guard.reference.first_magnitude(config.enough))
     excess = _excess(ours, theirs, unit)
-    numbers |= {"compared_loss_mean": ours, "reference_loss_mean": theirs, "loss_excess": excess}
-    said = f"loss: {ours:.4g} over {steps} steps, {excess:.1%} above the reference's {theirs:.4g}"
-    return _highest(config, "loss", ("warn", "fall back"), excess, said)
+    numbers |= {"compared_loss_mean": ours, "reference_loss_mean": theirs, rule.figure: excess}
+    return rule.highest(
+        config, excess, f"{ours:.4g} over {steps} steps, {excess:.1%} above the reference's {theirs:.4g}"
+    )
 
 
-def _divergence(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
+def _divergence(guard: Guard, rule: Rule, numbers: dict[str, float]) -> list[Finding]:
     losses, config = guard._values("loss"), guard.config
     if not losses:
         return []
@@ -494,68 +342,81 @@ def _divergence(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
     if guard._magnitude is None:
         guard._magnitude = mean([abs(loss) for loss in losses])
     best = guard._best = now if guard._best is None else min(now, guard._best)
-    numbers["best_loss_mean"] = best
+    numbers[rule.figure] = best
     excess = _excess(now, best, max(abs(best), config.loss_floor * guard._magnitude))
     if excess <= config.divergence - 1:
         return []
-    bound = f"fall back above {config.divergence:g} times"
-    return [("fall back", f"divergence: mean loss {now:.4g}, the best was {best:.4g} ({bound})")]
+    why = f"mean loss {now:.4g}, the best was {best:.4g} ({rule.thresholds(config)})"
+    return [Finding("fall back", rule.name, why)]
 
 
-def _drops(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
-    found: list[Finding] = []
-    for name in DROPS:
-        known = guard._values(name)
-        if not known:
-            continue
-        now = numbers[f"{name}_mean"] = mean(known)
-        base = guard._tops[name] = max(now, guard._tops.get(name, now))
-        steps, whose = len(known), "the best window's"
-        compared = guard._means(name)
-        if compared:
-            now, base, steps = compared
-            whose = "the reference's"
-        low, high = (0.0, 1.0) if name == "accuracy" else guard._rewards or (0.0, 0.0)
-        drop = numbers[f"{name}_drop"] = (base - now) / (high - low) if high > low else 0.0
-        said = f"{name}: {now:.4g} over {steps} steps, {drop:.1%} below {whose} {base:.4g}"
-        found += _highest(guard.config, name, ("warn", "fall back"), drop, said)
-    return found
+def _drop(guard: Guard, rule: Rule, numbers: dict[str, float]) -> list[Finding]:
+    known = guard._values(rule.name)
+    if not known:
+        return []
+    now = numbers[f"{rule.name}_mean"] = mean(known)
+    base = guard._tops[rule.name] = max(now, guard._tops.get(rule.name, now))
+    steps, whose = len(known), "the best window's"
+    compared = guard._means(rule.name)
+    if compared:
+        now, base, steps = compared
+        whose = "the reference's"
+    low, high = (0.0, 1.0) if rule.name == "accuracy" else guard._rewards or (0.0, 0.0)
+    drop = numbers[rule.figure] = (base - now) / (high - low) if high > low else 0.0
+    return rule.highest(guard.config, drop, f"{now:.4g} over {steps} steps, {drop:.1%} below {whose} {base:.4g}")
 
 
-def _speed(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
+def _speed(guard: Guard, rule: Rule, numbers: dict[str, float]) -> list[Finding]:
     known, reference = guard._values("seconds"), guard.reference
     if not known or reference is None or reference.seconds is None:
         return []
     ours, theirs = statistics.median(known), reference.seconds
-    speed = numbers["speed"] = theirs / ours
+    speed = numbers[rule.figure] = theirs / ours
     if speed >= guard.config.slow_warn:
         return []
     name = f"the reference's ({reference.format})" if reference.format else "the reference's"
     bound = f"warn below {guard.config.slow_warn:g}"
-    return [("warn", f"speed: {speed:.2f} x {name}, {ours:.3g} s a step against {theirs:.3g} s ({bound})")]
+    return [Finding("warn", rule.name, f"{speed:.2f} x {name}, {ours:.3g} s a step against {theirs:.3g} s ({bound})")]
 
 
-def _gates(guard: Guard, numbers: dict[str, float]) -> list[Finding]:
+def _gates(guard: Guard, rule: Rule, numbers: dict[str, float]) -> list[Finding]:
     found: list[Finding] = []
     for name, (low, high) in guard.config.gates.items():
         outside_of = guard._share(f"outside/{name}")
         if outside_of is None:
             continue
         share, steps = outside_of
-        numbers[f"outside/{name}"] = share
+        numbers[rule.figure.format(name)] = share
         if not share:
             continue
         ends = f"{'-inf' if low is None else f'{low:g}'} to {'inf' if high is None else f'{high:g}'}"
-        said = f"gate: {name} outside {ends} on {share:.0%} of {steps} steps"
-        found += _highest(guard.config, "gate", ("warn", "alert"), share, said)
+        found += rule.highest(guard.config, share, f"{name} outside {ends} on {share:.0%} of {steps} steps")
     return found
 
 
-def _highest(config: GuardConfig, rule: str, actions: tuple[Action, ...], share: float, said: str) -> list[Finding]:
-    """The most severe of ``actions`` beyond whose threshold the share lies, with that threshold in the reason."""
-    bounds = [(action, getattr(config, f"{rule}_{action.replace(' ', '_')}")) for action in actions]
-    reached = [(action, bound) for action, bound in bounds if share > bound]
-    return [(action, f"{said} ({action} above {100 * bound:g}%)") for action, bound in reached[-1:]]
+def _points(name: str) -> Callable[[GuardConfig], str]:
+    def fires(config: GuardConfig) -> str:
+        warn, back = (100 * getattr(config, f"{name}_{level}") for level in ("warn", "fall_back"))
+        return f"warn, fall back for a fall of more than {warn:g}, {back:g} points"
+
+    return fires
+
+
+_FALLS: tuple[Action, ...] = ("warn", "fall back")
+GATE = Rule("gate", _gates, "outside/{}", "{}", "outside on {:.0%}", ("warn", "alert"))  # of each metric with a gate
+RULES = (
+    Rule("nonfinite", _nonfinite, "nonfinite_in_a_row", "train/loss", "{:.0f} in a row",
+         fires=lambda config: f"fall back at {config.nonfinite_in_a_row} in a row"),
+    Rule("overflow", _overflow, "overflowed_rate", "precision/overflows", "{:.1%} of steps",
+         ("warn", "alert", "fall back")),
+    Rule("loss", _against_reference, "loss_excess", "train/loss", "{:+.1%}", _FALLS),
+    Rule("divergence", _divergence, "best_loss_mean", "train/loss", "{:.4g}",
+         fires=lambda config: f"fall back above {config.divergence:g} times" if config.divergence else ""),
+    *(Rule(name, _drop, f"{name}_drop", metric, "{:+.1%}", _FALLS, _points(name)) for name, metric in DROPS.items()),
+    Rule("speed", _speed, "speed", "time/step", "{:.2f} x", fires=lambda config: f"warn below {config.slow_warn:g} x",
+         worst=min),
+    GATE,
+)  # fmt: skip
 
 
 def _excess(value: float, base: float, unit: float) -> float:

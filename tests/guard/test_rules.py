@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from mantissa.base.errors import MantissaError
-from mantissa.dropin import Decision, Guard, GuardConfig, ReferenceRun, replay
-from mantissa.dropin.guard import ACTIONS, noteworthy
+from mantissa.guard import ACTIONS, Decision, Guard, GuardConfig, ReferenceRun, noteworthy, replay
 
 Rows = list[dict[str, Any]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -10,18 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from mantissa.base.errors import MantissaError
-from mantissa.dropin import Decision, Guard, GuardConfig, GuardSettings, ReferenceRun
-from mantissa.dropin.guard import noteworthy
-from mantissa.dropin.guard_config import DROPS
+from mantissa.guard.config import DROPS, GuardConfig, ReferenceRun
+from mantissa.guard.log import GuardSettings
+from mantissa.guard.rules import GATE, RULES, Decision, Guard, Rule, noteworthy
 from mantissa.mismatch.tables import ALL_METRICS, Metric
-from mantissa.rl.config.recipe import apply_overrides
 
 _NO_LOSS = "no data: no row has train/loss"
 
 
-def guard_of(folder: Path, overrides: Sequence[str], reference: Path | None) -> tuple[Guard, str, str]:
-    """A guard with the run's settings (or the defaults) under ``overrides``, a word on these, and why its decisions
-    cannot be compared with ``guard.jsonl``; that is empty where these are the run's own.
+Plain = dict[str, Any]
+
+
+def guard_of(folder: Path, change: Callable[[Plain], Plain], reference: Path | None) -> tuple[Guard, str, str]:
+    """A guard with the run's settings (or the defaults) as ``change`` makes them, a word on these, and why its
+    decisions cannot be compared with ``guard.jsonl``; that is empty where these are the run's own.
 
     ``reference``: a run to use instead of the run's own, or where that lies now. Raises ``MantissaError`` as
     ``GuardSettings.read`` and ``GuardConfig``.
@@ -36,7 +39,7 @@ def guard_of(folder: Path, overrides: Sequence[str], reference: Path | None) -> 
     else:
         source, foreign = f"the settings of {folder / 'guard.json'}", ""
     values = settings.config.model_dump(mode="json")
-    changed = apply_overrides(values, overrides)
+    changed = change(values)
     different = [key for key in changed if key not in values or changed[key] != values[key]]
     config = GuardConfig(**changed)
     guard = Guard(config, _reference(settings, config, reference))
@@ -86,52 +89,44 @@ def rules(
     config, reference = guard.config, guard.reference
     logged = Counter(name for row in rows for name, value in row.items() if value is not None)
 
-    def worst(figure: str, needs: str, show: str, pick: Callable[..., Any] = max) -> str:
-        """The worst value of a figure with its step, or what was missing."""
+    def worst(rule: Rule, gate: str = "") -> str:
+        """The worst value of a rule's figure with its step, or what was missing."""
+        figure, needs = rule.figure.format(gate), rule.needs.format(gate)
         seen = [(d.numbers[figure], d.step) for d in decisions if figure in d.numbers]
         if not logged[needs]:
             return f"no data: no row has {needs}"
         if not seen:
             return f"too few steps: {logged[needs]} with {needs}, {config.enough} are needed"
-        value, step = pick(seen, key=lambda pair: pair[0])
-        return f"{show.format(value) if math.isfinite(value) else f'{value:g}'} at step {step}"
-
-    def above(rule: str, *actions: str) -> str:
-        bounds = (100 * getattr(config, f"{rule}_{action.replace(' ', '_')}") for action in actions)
-        return f"{', '.join(actions)} above {', '.join(f'{bound:g}%' for bound in bounds)}"
+        value, step = rule.worst(seen, key=lambda pair: pair[0])
+        return f"{rule.show.format(value) if math.isfinite(value) else f'{value:g}'} at step {step}"
 
     no_loss = "" if logged["train/loss"] else _NO_LOSS
     if no_loss and logged["policy/loss"]:
         no_loss += " (of policy/loss only whether it is finite: batches of RL have no common scale)"
-    loss = speed = "no data: no reference"
-    if reference is not None:
-        loss = no_loss or worst("loss_excess", "train/loss", "{:+.1%}")
-        loss = loss if reference.loss else "no data: no loss there"
-        speed = worst("speed", "time/step", "{:.2f} x", min) if reference.seconds else "no data: no time/step there"
-    judged = "train/loss" if logged["train/loss"] else "policy/loss"
-    finite = "all are finite" if logged[judged] else _NO_LOSS
-    if any(decision.numbers["nonfinite_in_a_row"] for decision in decisions):
-        finite = worst("nonfinite_in_a_row", judged, "{:.0f} in a row")
-    yield "nonfinite", finite, f"fall back at {config.nonfinite_in_a_row} in a row"
-    overflow = worst("overflowed_rate", "precision/overflows", "{:.1%} of steps")
-    yield "overflow", overflow, above("overflow", "warn", "alert", "fall back")
-    yield "loss", loss, above("loss", "warn", "fall back")
-    if config.divergence:
-        found = no_loss or _divergence(decisions, config.enough)
-        yield "divergence", found, f"fall back above {config.divergence:g} times"
-    else:
-        yield "divergence", no_loss or "off", ""
-    for name, metric in DROPS.items():
-        if logged[metric]:
-            points = (100 * getattr(config, f"{name}_{level}") for level in ("warn", "fall_back"))
-            fires = "warn, fall back for a fall of more than {:g}, {:g} points".format(*points)
-            yield name, worst(f"{name}_drop", metric, "{:+.1%}"), fires
-    yield "speed", speed, f"warn below {config.slow_warn:g} x"
+
+    def seen_by(rule: Rule) -> str:
+        if rule.name == "nonfinite":
+            judged = "train/loss" if logged["train/loss"] else "policy/loss"
+            if any(decision.numbers[rule.figure] for decision in decisions):
+                return worst(dataclasses.replace(rule, needs=judged))
+            return "all are finite" if logged[judged] else _NO_LOSS
+        if rule.name == "divergence":
+            return no_loss or (_divergence(decisions, config.enough) if config.divergence else "off")
+        if rule.name in ("loss", "speed"):
+            if reference is None:
+                return "no data: no reference"
+            if rule.name == "loss":
+                return (no_loss or worst(rule)) if reference.loss else "no data: no loss there"
+            return worst(rule) if reference.seconds else "no data: no time/step there"
+        return worst(rule)
+
+    for rule in RULES:
+        if rule is not GATE and (rule.name not in DROPS or logged[rule.needs]):
+            yield rule.name, seen_by(rule), rule.thresholds(config)
     measured = [name for name in config.gates if logged[name]]
     for name in measured:
         healthy = Metric(name, "", "", config.gates[name]).healthy_text
-        seen = worst(f"outside/{name}", name, "outside on {:.0%}")
-        yield f"gate {name}", seen, f"healthy {healthy}; {above('gate', 'warn', 'alert')}"
+        yield f"gate {name}", worst(GATE, name), f"healthy {healthy}; {GATE.thresholds(config)}"
     if len(measured) < len(config.gates):
         yield f"{len(config.gates) - len(measured)} more gates", "no data: no row has their metrics", ""
     elif not config.gates:

@@ -1,4 +1,13 @@
-"""What exact kernels a run has: how they will compute its model, and a twin of an engine that is not ours."""
+"""The engine's share of the gap, where vLLM samples: an exact twin of it, and what that measures.
+
+vLLM delivers V with every token, the learner has its own L. Between them lies M: the very weights that vLLM was sent,
+in the rollout's format, logits and temperature, under kernels that give a token the same bits in whatever batch and at
+whatever step of its decoding. So M is what the native engine with exact kernels would have delivered, bit for bit, for
+these tokens. What separates M from V is vLLM's (its kernels, the order of their sums, where they round), what separates
+L from M is not: the learner's format, and its fast kernels. ``mantissa.mismatch.metrics`` makes numbers of it. Exact
+kernels are not to be had for everything. Then nothing is measured, and that is said; the fast ones, whose own order of
+sums would be in the answer, never stand in for them.
+"""
 
 from __future__ import annotations
 
@@ -8,72 +17,18 @@ from typing import Any
 import torch
 
 from mantissa.base.errors import MantissaError
-from mantissa.base.ranks import Ranks
-from mantissa.kernels import (
-    ExactPlan,
-    Kernels,
-    ModelShapes,
-    Way,
-    check_invariance,
-    learner_kernels,
-    plan_exact,
-    probe,
-    reference_kernels,
-    rollout_kernels,
-)
+from mantissa.base.ranks import ALONE, Ranks
+from mantissa.kernels import Kernels, probe, rollout_kernels
+from mantissa.mismatch.metrics import engine_share
 from mantissa.model import Decoder
-from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
+from mantissa.precision import PrecisionPolicy, resolve
 from mantissa.rl.config.run import RunConfig
+from mantissa.rl.exact.plan import exact_plan
+from mantissa.rl.experience import Experience
+from mantissa.rl.probes import Metrics, Probe
+from mantissa.rl.score import Scorer
 from mantissa.rollout import RolloutEngine
-
-
-def prove(
-    precision: ResolvedPrecision, device: torch.device, plan: ExactPlan | None = None, vllm: bool = False
-) -> dict[str, str]:
-    """Probe every role's kernels on a device; returns what each probe saw, by role. Exact kernels need their plan.
-
-    ``vllm``: the rollout's are vLLM's, which its engine tries itself.
-    """
-    evidence = {"learner": probe(learner_kernels(precision, plan), device)}
-    if not vllm:
-        evidence["rollout"] = probe(rollout_kernels(precision, plan), device)
-    if precision.reference is not None:
-        evidence["reference"] = probe(reference_kernels(precision, plan), device)
-    return evidence
-
-
-def exact_plan(
-    precision: ResolvedPrecision,
-    model: Decoder,
-    device: torch.device,
-    length: int,
-    rows: int,
-    only: Way | None = None,
-) -> ExactPlan | None:
-    """How exact kernels will compute this model here, found by probing; None where no role is exact.
-
-    On CUDA there is nothing to choose: None too, but the kernels are probed, and ``MantissaError`` names what fails.
-
-    ``length``: positions of the longest sequence to look at. ``rows``: positions of the largest product. ``only``: one
-    way to compute, and no faster one.
-    """
-    if not precision.learner.exact:
-        return None
-    config = model.config
-    shapes = ModelShapes.of(
-        dict(model.named_parameters()),
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-        length,
-        rows,
-    )
-    if device.type != "cpu":
-        check_invariance(rollout_kernels(precision), shapes, device)
-        return None
-    learner, reference = precision.learner, precision.reference
-    other = reference is not None and (reference.active, reference.fp8) != (learner.active, learner.fp8)
-    return plan_exact(shapes, learner, device, only, other)
+from mantissa.rollout.types import CopyingEngine
 
 
 def exact_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
@@ -140,3 +95,31 @@ def exact_twin(
         return ExactTwin(None, failed, every)
     kernels = rollout_kernels(exact, ranks.broadcast(plan))
     return ExactTwin(kernels, f"{exact.rollout.kernels} kernels in {exact.rollout.name}", every, evidence)
+
+
+class EngineShare(Probe):
+    """Measures the share of one engine, whose ``copies`` must be kept by the twin's exact kernels."""
+
+    phase = "engine_share"
+
+    def __init__(
+        self, engine: CopyingEngine, twin: ExactTwin, temperature: float, micro_batch_tokens: int, ranks: Ranks = ALONE
+    ) -> None:
+        assert twin.kernels is None or engine.copies.kernels is twin.kernels
+        self.engine, self.twin = engine, twin
+        self._how = (temperature, micro_batch_tokens, ranks)
+
+    def due(self, step: int) -> bool:
+        """Whether ``step`` is measured: the first one, and every ``every``-th after it."""
+        return self.twin.kernels is not None and (step - 1) % self.twin.every == 0
+
+    def observe(self, step: int, experience: Experience) -> Metrics:
+        """``ENGINE_METRICS`` of a batch that the engine's present weights sampled and the learner has scored."""
+        kernels, version = self.twin.kernels, int(experience.version_B[0])
+        if kernels is None or self.engine.copied_version != version:
+            held = self.engine.copied_version
+            raise RuntimeError(f"no exact kernels, or version {held} was sent last and {version} sampled")
+        exact_BR = Scorer(self.engine.copies.decoder, kernels, *self._how)(experience)
+        rollout_BR, learner_BR = experience.rollout_logp_BR, experience.old_logp
+        measured = engine_share(rollout_BR, exact_BR, learner_BR, experience.mask_BR)
+        return {name: float(value) for name, value in measured.items()}

@@ -12,7 +12,7 @@ import pytest
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.jsonl import JsonLines
-from mantissa.dropin import GuardConfig, ReferenceRun
+from mantissa.guard import GuardConfig, ReferenceRun
 
 
 @pytest.mark.parametrize(
