@@ -12,7 +12,7 @@ import numpy as np
 from mantissa.base.files import atomic_file
 from mantissa.bench.rows import Row
 from mantissa.bench.workload import short
-from mantissa.runs.plots import figure, styled
+from mantissa.runs.plots import figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,8 +35,7 @@ def draw(path: Path, rows: Sequence[Row]) -> bool:
         panels.append(lambda axes: _losses(axes, scenarios))
     if not panels:
         return False
-    with styled(printed=True):
-        drawing = figure(4.3 * len(panels) + 0.4, 4.3)
+    with figure(4.3 * len(panels) + 0.4, 4.3, printed=True) as drawing:
         for panel, axes in zip(panels, drawing.subplots(1, len(panels), squeeze=False)[0], strict=True):
             panel(axes)
         drawing.suptitle(_title(rows, 52 * len(panels)), x=0.01, ha="left", fontsize=10)

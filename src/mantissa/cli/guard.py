@@ -51,7 +51,7 @@ def guard(
     from mantissa.dropin import GuardLog
     from mantissa.dropin.guard_config import read_rows
     from mantissa.rl.guard_review import compared, described, guard_of, refuse_unjudged, rules
-    from mantissa.runs.tables import terminal
+    from mantissa.runs.page import terminal
 
     folder = run.parent if run.is_file() else run
     logged = GuardLog(folder).read()  # before the metrics: a running run writes them first

@@ -156,7 +156,7 @@ def _show(found: Tuned, model: str) -> None:
     import yaml
     from rich.text import Text
 
-    from mantissa.runs.tables import terminal
+    from mantissa.runs.page import terminal
 
     console = screen()
     what = {"seq_std": "std over sequences of S/T, nats", "k3": "k3, nats a token"}[found.figure]

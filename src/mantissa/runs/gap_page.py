@@ -14,7 +14,6 @@ from textwrap import fill
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 
 from mantissa.base.bounds import describe_error, number, require_plain
 from mantissa.base.errors import MantissaError
@@ -26,8 +25,8 @@ from mantissa.runs import page
 from mantissa.runs.health import small
 from mantissa.runs.live import duration
 from mantissa.runs.metrics import Array, token_logps
-from mantissa.runs.page import Block, block, code, noted
-from mantissa.runs.plots import COLOURS, DASHES, Dash, Line, Plot, agreement, chart, figure, styled, to_svg
+from mantissa.runs.page import Block, Folded, Heading, Plots, Sentence, Table
+from mantissa.runs.plots import COLOURS, DASHES, Dash, Line, Plot, agreement, chart, figure, to_svg
 
 FOLDER, ROWS, COMPLETIONS, PAGE = "gap", "gap.jsonl", "completions.jsonl", "gap.html"
 Rows = Sequence[dict[str, Any]]
@@ -165,11 +164,11 @@ def gap_table(found: GapRows) -> Block:
     """One line a pair: each figure with its interval."""
     lines = []
     for row in found.rows:
-        cells = [noted(*figure_text(row, name)) for name in TITLES]
-        lines.append([noted(Markup("<strong>{}</strong>").format(row["pair"]), row["kernels"]), *cells,
+        cells = [page.noted(*figure_text(row, name)) for name in TITLES]
+        lines.append([page.noted(page.strong(row["pair"]), row["kernels"]), *cells,
                       f"{row['tokens']:,}"])  # fmt: skip
-    titles = (Markup('<abbr title="{}">{}</abbr>').format(MEANINGS[name], title) for name, title in TITLES.items())
-    return page.table(("learner/rollout", *titles, "tokens"), lines)
+    titles = (page.explained(MEANINGS[name], title) for name, title in TITLES.items())
+    return Table(("learner/rollout", *titles, "tokens"), lines)
 
 
 def gap_note(found: GapRows) -> str:
@@ -222,17 +221,17 @@ def write_gap_page(folder: Path) -> Path:
     """Write ``gap.html`` beside the rows; returns its path."""
     found = read_gap(folder)
     assert found is not None, "rows are written first"
-    figures = page.table(("name", "column", "unit", "formula"),
-                         [[code(f.name), TITLES[f.name], f.unit, f.formula] for f in GAP_FIGURES])  # fmt: skip
-    evidence = page.table(("learner/rollout", "evidence"), [[row["pair"], row["evidence"]] for row in found.rows])
+    figures = Table(("name", "column", "unit", "formula"),
+                         [[page.code(f.name), TITLES[f.name], f.unit, f.formula] for f in GAP_FIGURES])  # fmt: skip
+    evidence = Table(("learner/rollout", "evidence"), [[row["pair"], row["evidence"]] for row in found.rows])
     blocks = [
-        block("h1", found.title),
+        Heading(found.title, 1),
         *_measured(found),
-        block("h2", "Curves"),
-        page.plots(over_position(found.completions)),
-        page.plots([scatter(found.completions)], "gap"),
-        block("folded", title="What each figure means", blocks=[figures]),
-        block("folded", title="Kernels", blocks=[evidence]),
+        Heading("Curves"),
+        Plots(over_position(found.completions)),
+        Plots([scatter(found.completions)], "gap"),
+        Folded("What each figure means", [figures]),
+        Folded("Kernels", [evidence]),
     ]
     path = folder / PAGE
     write_atomically(path, page.render(found.title, blocks))
@@ -245,22 +244,22 @@ def gap_head(run: Path, learning: Plot) -> list[Block]:
     try:
         found = read_gap(run / FOLDER)
     except MantissaError as error:
-        return [block("note", str(error)), page.plots([learning])]
+        return [Sentence(str(error)), Plots([learning])]
     if found is None:
         return []
     return [
-        block("h2", found.title),
+        Heading(found.title),
         *_measured(found),
-        page.plots([over_position(found.completions)[0], learning], "plots gap"),
-        page.plots([scatter(found.completions)], "gap"),
-        block("h2", "The run"),
+        Plots([over_position(found.completions)[0], learning], "plots gap"),
+        Plots([scatter(found.completions)], "gap"),
+        Heading("The run"),
     ]
 
 
 def _measured(found: GapRows) -> list[Block]:
     said = independent(found)
-    agreed = [block("note gap", said)] if said else []
-    return [block("sub", found.where), gap_table(found), *agreed, block("note gap", gap_note(found))]
+    agreed = [Sentence(said, "note gap")] if said else []
+    return [Sentence(found.where, "sub"), gap_table(found), *agreed, Sentence(gap_note(found), "note gap")]
 
 
 def by_position(completions: Rows) -> tuple[Array, Array, Array]:
@@ -326,9 +325,8 @@ def scatter(completions: Rows) -> Plot:
     seen = [both for name, both in pairs.items() if name not in words]
     low = min(float(min(rollout.min(), learner.min())) for rollout, learner in seen) / np.log(10)
     low = min(low, -1.0)
-    with styled():
-        lines = -(-len(pairs) // _PANELS)
-        drawing = figure(1.95 * _PANELS, 2.25 * lines)
+    lines = -(-len(pairs) // _PANELS)
+    with figure(1.95 * _PANELS, 2.25 * lines) as drawing:
         panels = drawing.subplots(lines, _PANELS, sharex=True, sharey=True, squeeze=False).flatten()
         looks = _looks(pairs)
         for axes, (name, (rollout, learner)) in zip(panels, pairs.items(), strict=False):
