@@ -23,10 +23,11 @@ from soak_job import BUFFER, PHASES, SIZES, Row
 from mantissa.base.files import write_atomically
 from mantissa.base.jsonl import JsonLines
 from mantissa.base.provenance import stamp
-from mantissa.bench.rows import crossover, write_jsonl
+from mantissa.bench.rows import crossover
 from mantissa.bench.runner import quartiles, speed_up
 from mantissa.genesis.worldmodel import SQLiteBuffer
 from mantissa.mismatch.intervals import Estimate, student_interval
+from mantissa.runs import rows as rows_of
 from mantissa.runs.page import Banner, Heading, KeyNumbers, Plots, Sentence, Table, render
 from mantissa.runs.plots import COLOURS, Line, chart
 
@@ -220,7 +221,7 @@ def _quantile(values: Sequence[float], q: float) -> float:
 
 def write_report(folder: Path, report: Report) -> Path:
     """Write ``soak.jsonl`` and ``soak.html``; the page's path."""
-    write_jsonl(folder / ROWS, report.rows)
+    rows_of.write(folder / ROWS, report.rows)
     f, done = report.figures, report.of("done")
     headline = "Nothing lost, nothing written twice" if report.account.good else "The account does not add up"
     level = "healthy" if report.good else "unhealthy"

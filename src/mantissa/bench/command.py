@@ -14,9 +14,10 @@ from mantissa.base.files import disk_errors, write_atomically
 from mantissa.bench.options import BenchConfig
 from mantissa.bench.plot import draw
 from mantissa.bench.profile import Profile, profile_runner
-from mantissa.bench.rows import SIMULATION, Row, common, crossover_sentences, write_csv, write_jsonl
+from mantissa.bench.rows import SIMULATION, Row, common, crossover_sentences, write_csv
 from mantissa.bench.runner import SCENARIOS, Setting, engaged, run_scenario, run_size
 from mantissa.bench.workload import Source, called, factory_named, parse_size
+from mantissa.runs import rows as rows_of
 
 SIZES = {"cpu": "10k,30k,100k,300k,1M,3M,10M", "cuda": "10k,100k,1M,3M,10M,30M,100M"}
 SIZE_BATCH = {"cpu": 256, "cuda": 4096}  # on a GPU: enough that products and not AdamW's memory traffic bound a step
@@ -99,4 +100,4 @@ def new_folder(out: Path | None, kind: str, marker: str) -> Path:
 def _write(result: Result) -> None:
     if result.rows:
         write_csv(result.folder / "bench.csv", result.rows)
-        write_jsonl(result.folder / "bench.jsonl", result.rows)
+        rows_of.write(result.folder / "bench.jsonl", result.rows)

@@ -6,8 +6,7 @@ Built from ``gap.jsonl`` (a row a pair of formats) and ``completions.jsonl`` (ev
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
@@ -15,11 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from mantissa.base.bounds import describe_error, number, require_plain
+from mantissa.base.bounds import describe_error
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import write_atomically
-from mantissa.base.jsonl import from_words
-from mantissa.base.readers.json import read_rows
 from mantissa.mismatch.tables import GAP_FIGURES
 from mantissa.runs import page
 from mantissa.runs.health import small
@@ -27,9 +24,10 @@ from mantissa.runs.live import duration
 from mantissa.runs.metrics import Array, token_logps
 from mantissa.runs.page import Block, Folded, Heading, Plots, Sentence, Table
 from mantissa.runs.plots import COLOURS, DASHES, Dash, Line, Plot, agreement, chart, figure, to_svg
+from mantissa.runs.rows import Good, Row, every, is_count, is_duration, is_figure, is_text, maybe, read, require_like
 
 FOLDER, ROWS, COMPLETIONS, PAGE = "gap", "gap.jsonl", "completions.jsonl", "gap.html"
-Rows = Sequence[dict[str, Any]]
+Rows = Sequence[Row]
 _PANELS = 6  # of the scatter in one line
 TITLES = {
     "abs_logp_diff_mean": "mean |Δ log-prob|",
@@ -82,59 +80,31 @@ def read_gap(folder: Path) -> GapRows | None:
     if not (folder / ROWS).is_file():
         return None
     try:
-        rows, completions = ([from_words(row) for row in read_rows(folder / name)] for name in (ROWS, COMPLETIONS))
+        rows, completions = (read(folder / name) for name in (ROWS, COMPLETIONS))
     except (OSError, ValueError) as error:
         raise MantissaError(
             f"{folder}: its rows cannot be read ({describe_error(error)}); delete the folder and measure again"
         ) from None
     for name, found, expected in ((ROWS, rows, _ROW), (COMPLETIONS, completions, _COMPLETION)):
         for place, row in enumerate(found, start=1):
-            where = f"{folder / name}, line {place}"
-            require_plain(row, where)
-            wrong = "the row" if not isinstance(row, dict) else _unlike(row, expected)
-            if wrong:
-                raise MantissaError(
-                    f"{where}: {wrong} is not what mantissa gap writes; delete the folder and measure again"
-                )
+            writer = "mantissa gap writes; delete the folder and measure again"
+            require_like(row, expected, f"{folder / name}, line {place}", writer)
     return GapRows(rows, completions) if rows else None
 
 
-def _unlike(row: dict[str, Any], expected: Mapping[str, Callable[[Any], bool]]) -> str:
-    """The first field of a row that is not as expected; empty where all are."""
-    return next((name for name, good in expected.items() if not good(row.get(name))), "")
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _count(value: Any) -> bool:
-    return number(value, 0, 2**63, whole=True)
-
-
-def _figure(value: Any) -> bool:
-    return number(value, -math.inf, math.inf) or (isinstance(value, float) and not math.isfinite(value))
-
-
-def _maybe(good: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or good(value)
-
-
-def _logps(value: Any) -> bool:
-    return isinstance(value, list) and all(_maybe(_figure)(each) for each in value)
-
-
 _COUNTS = ("prompts", "completions", "max_tokens", "threads", "tokens")
-_ROW: dict[str, Callable[[Any], bool]] = (
-    dict.fromkeys(("model", "pair", "kernels", "engine", "device", "evidence", "interval_over"), _text)
-    | dict.fromkeys(("emulated", "weights", "requested"), _maybe(_text))
-    | dict.fromkeys(_COUNTS, _count)
-    | dict.fromkeys(("differing", "nonfinite"), _maybe(_count))
-    | dict.fromkeys(("parameters", "temperature", "sample_seconds", "score_seconds"), lambda value: number(value, 0))
-    | dict.fromkeys(TITLES, _figure)
-    | dict.fromkeys((f"{name}_{end}" for name in TITLES for end in ("low", "high")), _maybe(_figure))
+_ROW: dict[str, Good] = (
+    dict.fromkeys(("model", "pair", "kernels", "engine", "device", "evidence", "interval_over"), is_text)
+    | dict.fromkeys(("emulated", "weights", "requested"), maybe(is_text))
+    | dict.fromkeys(_COUNTS, is_count)
+    | dict.fromkeys(("differing", "nonfinite"), maybe(is_count))
+    | dict.fromkeys(("parameters", "temperature", "sample_seconds", "score_seconds"), is_duration)
+    | dict.fromkeys(TITLES, is_figure)
+    | dict.fromkeys((f"{name}_{end}" for name in TITLES for end in ("low", "high")), maybe(is_figure))
 )
-_COMPLETION: dict[str, Callable[[Any], bool]] = {"pair": _text, "rollout_logp": _logps, "learner_logp": _logps}
+_COMPLETION: dict[str, Good] = {"pair": is_text} | dict.fromkeys(
+    ("rollout_logp", "learner_logp"), every(maybe(is_figure))
+)
 
 
 def figure_text(row: dict[str, Any], name: str) -> tuple[str, str]:
