@@ -32,7 +32,7 @@ from mantissa.base.seeds import derive_seed
 from mantissa.bench.command import new_folder
 from mantissa.bench.options import GapConfig
 from mantissa.kernels import learner_kernels, rollout_kernels
-from mantissa.mismatch.estimates import gap_estimates
+from mantissa.mismatch.metrics import gap_estimates
 from mantissa.model import Decoder, Tokenizer, policy_weights
 from mantissa.precision import SCHEMES, Emulation, PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.rl.adapters import open_policy, policy_folder

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from mantissa.base.files import disk_errors, write_atomically
-from mantissa.lab.committed import told
-from mantissa.lab.plan import Lab, Measure
+from mantissa.lab.plan import Lab, Measure, exploratory, told
 from mantissa.lab.rows import FAILED, Row, Rows
 from mantissa.mismatch.intervals import LEVEL, Estimate
 from mantissa.mismatch.tables import GAP_FIGURES
@@ -30,7 +29,7 @@ from mantissa.runs.plots import DASHES, INK, RUNS, Line, Plot, chart, figure, to
 def answers(rows: Rows) -> list[str]:
     """For each figure a sentence on which cells differ from their controls, or one on why nothing can be said."""
     lab = rows.lab
-    said = [line for line in told(rows.all_finished) if line.startswith("Exploratory")]
+    said = exploratory(rows.all_finished)
     if not lab.file.control:
         return [*said, "No control is named, so no cell is compared with another."]
     return said + [f"{_title(measure)}: {_answer(rows, measure)}" for measure in lab.final]

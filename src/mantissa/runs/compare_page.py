@@ -120,8 +120,8 @@ def _final(groups: Sequence[Group], recipes: Differences, metric: str) -> Final:
     elif tasks:
         said = f"Not compared: the questions are not the same (different {listed(tasks)})."
     else:
-        said = distinguish(there)
-        if " above " in said and any(estimate is not None and len(group.runs) == 1 for group, estimate, _ in estimates):
+        said, differ = distinguish(there)
+        if differ and any(estimate is not None and len(group.runs) == 1 for group, estimate, _ in estimates):
             said += (
                 " Where a single run stands for a recipe, this is about the policy that it made: another seed may do "
                 "otherwise."
