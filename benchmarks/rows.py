@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from mantissa.base.provenance import stamp  # looks at the code now, as the script begins
+from mantissa.runs.rows import lines
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -28,6 +28,5 @@ def append(file: str, rows: list[dict[str, Any]], device: str) -> Path:
     common = stamp(device) | {"time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
     path = folder / file
     with path.open("a") as out:
-        for row in rows:
-            out.write(json.dumps(row if "commit" in row else common | row) + "\n")
+        out.write(lines(row if "commit" in row else common | row for row in rows))
     return path

@@ -45,7 +45,7 @@ def soak(
 
     Writes soak.html, soak.jsonl (rows) and events.jsonl. Exit code 1 where something was lost or given up.
     """
-    from mantissa.runs.tables import terminal
+    from mantissa.runs.page import terminal
 
     chosen = tuple(FAULTS) if faults == "all" else split(faults)
     wanted = split(sizes) or tuple(SIZES)

@@ -23,12 +23,12 @@ from soak_job import BUFFER, PHASES, SIZES, Row
 from mantissa.base.files import write_atomically
 from mantissa.base.jsonl import JsonLines
 from mantissa.base.provenance import stamp
-from mantissa.bench.rows import crossover, write_jsonl
+from mantissa.bench.rows import crossover
 from mantissa.bench.runner import quartiles, speed_up
 from mantissa.genesis.worldmodel import SQLiteBuffer
 from mantissa.mismatch.intervals import Estimate, student_interval
-from mantissa.runs import page
-from mantissa.runs.page import block
+from mantissa.runs import rows as rows_of
+from mantissa.runs.page import Banner, Heading, KeyNumbers, Plots, Sentence, Table, render
 from mantissa.runs.plots import COLOURS, Line, chart
 
 EVENTS, PAGE, ROWS = "events.jsonl", "soak.html", "soak.jsonl"
@@ -221,31 +221,31 @@ def _quantile(values: Sequence[float], q: float) -> float:
 
 def write_report(folder: Path, report: Report) -> Path:
     """Write ``soak.jsonl`` and ``soak.html``; the page's path."""
-    write_jsonl(folder / ROWS, report.rows)
+    rows_of.write(folder / ROWS, report.rows)
     f, done = report.figures, report.of("done")
     headline = "Nothing lost, nothing written twice" if report.account.good else "The account does not add up"
     level = "healthy" if report.good else "unhealthy"
     blocks = [
-        block("h1", "Soak"),
-        block("sub", f"{report.config['jobs']} jobs at a time · {report.config['precision']} · seed "
-                     f"{report.config['seed']} · faults: {', '.join(report.config['faults']) or 'none'}"),
-        block("verdict", level=level, headline=headline, lines=report.sentences),
-        block("cards", cards=[
+        Heading("Soak", 1),
+        Sentence(f"{report.config['jobs']} jobs at a time · {report.config['precision']} · seed "
+                     f"{report.config['seed']} · faults: {', '.join(report.config['faults']) or 'none'}", "sub"),
+        Banner(headline, report.sentences, level),
+        KeyNumbers([
             ("jobs a minute", f"{f['jobs_per_minute']:.1f}", f"{f['trajectories_per_s']:.1f} trajectories/s"),
             ("a job, median", f"{f['latency_s_p50']:.1f} s", f"99%: {f['latency_s_p99']:.1f} s; published bar 60 s"),
             ("an iteration, longest", f"{f['iteration_s_max']:.0f} s", "published bar for its five jobs: 300 s"),
             ("longest commit", f"{f['commit_s_max']:.2f} s", "waiting for a lock included"),
         ]),
-        block("h2", "By size"),
-        page.table(SIZE_HEADER, size_rows(report), ["n"] * len(SIZE_HEADER)),
+        Heading("By size"),
+        Table(SIZE_HEADER, size_rows(report), ["n"] * len(SIZE_HEADER)),
     ]  # fmt: skip
     if done:
-        blocks += [block("h2", "Over time"), page.plots([_memory(done), _latency(report)])]
+        blocks += [Heading("Over time"), Plots([_memory(done), _latency(report)])]
     faults = _faults(report)
     if faults:
-        blocks += [block("h2", "Faults"), page.table(("job", "faults", "what came"), faults, ["n", "", ""])]
+        blocks += [Heading("Faults"), Table(("job", "faults", "what came"), faults, ["n", "", ""])]
     path = folder / PAGE
-    write_atomically(path, page.render("Soak", blocks))
+    write_atomically(path, render("Soak", blocks))
     return path
 
 

@@ -24,12 +24,13 @@ A field in another is ``OUTER.INNER`` (``final.reward/accuracy``). Of a lab only
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from mantissa.runs.rows import Row, codes_of, commit_of, read
 
 # Commits that rows name and that are not in the history (a test asks git). Only rows older than ``source`` may.
 LOST = frozenset({
@@ -41,17 +42,10 @@ LOST = frozenset({
 KERNELS = {("lab/clipping", "a7534b8936fc"): "before", ("clipping_replaced", "a7534b8936fc"): "before"}
 GONE, TWO = "†", "‡"
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-Row = dict[str, Any]
 _QUERY = re.compile(
     r"(?:(?P<verb>[a-z]+) )?(?P<file>[\w/]+)\{(?P<where>[^{}]*)\}\.(?P<field>[^:]+)(?::(?P<format>.+))?"
 )
 _BOUNDS = (("{}_low", "{}_high"), ("quartile_low", "quartile_high"), ("low", "high"), ("min", "max"))
-
-
-def commit_of(row: Row) -> str | None:
-    """The commit of a row without the mark of uncommitted edits, which older rows have behind it."""
-    commit = row.get("commit")
-    return re.split("[-+]", commit)[0] if commit else None
 
 
 def is_lost(row: Row) -> bool:
@@ -69,7 +63,7 @@ def _read(file: str) -> tuple[Row, ...]:
     path = RESULTS / f"{file}.jsonl"
     if not path.is_file():
         raise SystemExit(f"there is no {path.relative_to(RESULTS.parent)}")
-    found = [json.loads(line) for line in path.read_text().splitlines()]
+    found = read(path)
     for row in found:
         if row.get("dirty") or row.get("source_changed"):
             raise SystemExit(f"{file}.jsonl: a row of uncommitted or changed code ({row['time']}) is no result")
@@ -144,7 +138,7 @@ def pairs(file: str, where: dict[str, str]) -> list[tuple[Row, Row]]:
     both = [(row, theirs[seed]) for seed, row in sorted(ours.items())]
     _noted([row for pair in both for row in pair])
     for one, other in both:
-        codes = [row.get("source") or KERNELS.get((file, commit_of(row) or "")) for row in (one, other)]
+        codes = codes_of((one, other), {commit: kernel for (of, commit), kernel in KERNELS.items() if of == file})
         if codes[0] != codes[1]:
             raise SystemExit(f"{file}.jsonl, seed {one['seed']}: two codes ran this pair ({codes[0]}, {codes[1]})")
     return both

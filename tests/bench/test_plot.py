@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib.figure
 import pytest
 
-from mantissa.bench.plot import draw
+from mantissa.bench.command import draw
 from mantissa.bench.rows import COLUMNS
 from mantissa.bench.workload import Source
 

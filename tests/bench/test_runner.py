@@ -14,7 +14,7 @@ import torch
 
 from mantissa.base.errors import MantissaError
 from mantissa.bench import runner
-from mantissa.bench.rows import COLUMNS, Crossover, common, crossover, crossover_sentence, write_csv, write_jsonl
+from mantissa.bench.rows import COLUMNS, Crossover, common, crossover, crossover_sentence, write_csv
 from mantissa.bench.runner import (
     SCENARIOS,
     Contender,
@@ -32,6 +32,7 @@ from mantissa.bench.workload import BEST_LOSS, Source
 from mantissa.dropin.trainer import PrecisionTrainer
 from mantissa.mismatch.intervals import Estimate
 from mantissa.precision import FP32, format_named, is_on_grid
+from mantissa.runs import rows as rows_of
 
 SMALL = Source(parameters=5_000)
 
@@ -307,7 +308,7 @@ def test_csv_and_json_hold_the_same_rows(tmp_path: Path) -> None:
     rows = [dict.fromkeys(COLUMNS) | {"scenario": "size", "duration_s": 0.1 * i, "steps": i} for i in range(3)]
     rows[2]["final_loss"] = float("inf")
     write_csv(tmp_path / "bench.csv", rows)
-    write_jsonl(tmp_path / "bench.jsonl", rows)
+    rows_of.write(tmp_path / "bench.jsonl", rows)
     with (tmp_path / "bench.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
     lines = [json.loads(line) for line in (tmp_path / "bench.jsonl").read_text().splitlines()]

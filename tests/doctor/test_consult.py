@@ -16,6 +16,7 @@ from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.examine import examine
 from mantissa.doctor.layers import ByLayer, LayerRow, WorstToken
 from mantissa.mismatch.intervals import Estimate
+from mantissa.runs.page import Table
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +61,9 @@ def test_the_page_shows_both_tables_by_layer_under_their_columns() -> None:
         substitution=SimpleNamespace(trials=[SimpleNamespace(name="fp16", share=Estimate(0.5, 0.25, 0.75))]),
         layers=ByLayer(rows, worst, 24),
     )
-    tables = [each for each in blocks(found, chr) if each["kind"] == "table"]
-    assert [tuple(each["header"]) for each in tables[1:]] == [LAYER_COLUMNS, WORST_COLUMNS]
-    assert [[tuple(row) for row in each["rows"]] for each in tables[1:]] == [
+    tables = [each for each in blocks(found, chr) if isinstance(each, Table)]
+    assert [tuple(each.header) for each in tables[1:]] == [LAYER_COLUMNS, WORST_COLUMNS]
+    assert [[tuple(row) for row in each.rows] for each in tables[1:]] == [
         [
             ("embedding", "0.00e+00", "0.00e+00", "0.00e+00", "", "0.0%"),
             ("layer 0", "5.00e-01", "2.50e-01", "1.25e-01", "1.50", "75.0%"),
@@ -70,4 +71,4 @@ def test_the_page_shows_both_tables_by_layer_under_their_columns() -> None:
         [("3", "17", "A", "-1.2500", "-0.5000", "layer 0")],
     ]
     for each in tables:
-        assert all(len(row) == len(each["header"]) for row in each["rows"])
+        assert all(len(row) == len(each.header) for row in each.rows)

@@ -9,7 +9,7 @@ import pytest
 
 from mantissa.base.errors import MantissaError
 from mantissa.launch import Plan, Report, check_verl
-from mantissa.launch.check import read_words
+from mantissa.launch.scripts import read_overrides
 
 FSDP_FP16 = "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16"
 ROLLOUT = "actor_rollout_ref.rollout."
@@ -221,7 +221,7 @@ python3 -m verl.trainer.main_ppo --config-name='ppo_megatron_trainer' \
 def test_a_script_is_read(tmp_path: Path) -> None:
     path = tmp_path / "train.sh"
     path.write_text(SCRIPT)
-    words = read_words([str(path)])
+    words = read_overrides([str(path)])
     assert words.config_name == "ppo_megatron_trainer"
     assert words.value("actor_rollout_ref.actor.megatron.dtype") == "float16"
     assert words.value(ROLLOUT + "quantization") is None
@@ -236,7 +236,7 @@ def test_a_script_is_read(tmp_path: Path) -> None:
 def test_variables_and_their_defaults(tmp_path: Path) -> None:
     path = tmp_path / "train.sh"
     path.write_text("A=float16\nB=${UNSET:-bfloat16}\nrun actor_rollout_ref.rollout.dtype=${A} x.y=$B z.w=${NOBODY}\n")
-    words = read_words([str(path)])
+    words = read_overrides([str(path)])
     assert {key: given.value for key, given in words.overrides.items()} == {
         ROLLOUT + "dtype": "float16", "x.y": "bfloat16", "z.w": "${NOBODY}"}  # fmt: skip
 
@@ -308,7 +308,7 @@ def test_a_word_that_grows_without_end_is_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "train.sh"
     doubling = "\n".join(f"v{i + 1}=$v{i}$v{i}" for i in range(60))
     path.write_text(f"v0=ab\n{doubling}\nrun actor_rollout_ref.rollout.dtype=$v60\n")
-    words = read_words([str(path)])
+    words = read_overrides([str(path)])
     held = sum(map(len, words.variables.values()))
     assert len(words.overrides[ROLLOUT + "dtype"].value) < 200_000
     assert held < 64e6, "each of its 60 variables may hold 0.1 MB"
@@ -335,7 +335,7 @@ def test_arguments_and_scripts_that_are_wrong(
 def test_a_script_with_next_to_nothing_in_it(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(text)
     with pytest.raises(MantissaError, match="found no override"):
-        read_words([str(tmp_path / "run.sh")])
+        read_overrides([str(tmp_path / "run.sh")])
 
 
 FREE = "+actor_rollout_ref.actor.fsdp_config.mixed_precision"

@@ -12,8 +12,9 @@ import pytest
 from hostile import attempt
 from mantissa.base.errors import MantissaError
 from mantissa.launch.check import check_verl
+from mantissa.launch.facts import Rule, frameworks
 from mantissa.launch.scripts import Given, is_verl, read_given
-from mantissa.launch.settings import Checked, Rule, check_settings, frameworks, read_settings, settings_text, whose
+from mantissa.launch.settings import Checked, check_settings, read_settings, whose
 
 RULES = [(name, rule) for name, framework in frameworks().items() for rule in framework.rules]
 
@@ -24,7 +25,7 @@ def checked(path: Path, *more: str) -> Checked:
 
 
 def verdicts(found: Checked) -> dict[str, str]:
-    return {each.key: each.verdict for each in found.wrong}
+    return {each.given.key: each.verdict for each in found.wrong}
 
 
 def _fitting(rule: Rule) -> dict[str, str]:
@@ -51,7 +52,7 @@ def test_each_rule_can_speak(name: str, rule: Rule) -> None:
             assert key not in settings or settings.pop(key) in ("false", "null")
         else:
             settings.setdefault(key, "null" if "unset" in rule.when.get(key, ()) else "0.75")
-        found = {each.key: each for each in check_settings(Given(settings), name).settings}[key]
+        found = {each.given.key: each for each in check_settings(Given(settings), name).settings}[key]
         assert (found.verdict, found.why) == (rule.verdict, rule.why)
 
 
@@ -83,12 +84,12 @@ def test_a_python_script_of_trl(tmp_path: Path) -> None:
     assert found.name == "trl"
     assert verdicts(found) == {"fp16": "harmful", "disable_dropout": "harmful", "model_init_kwargs.dtype": "harmful",
                                "top_p": "harmful"}  # fmt: skip
-    assert dict(found.roles) == {
+    assert {role.name: role.active for role in found.roles} == {
         "learner": "fp16 under autocast, with a loss scaler", "masters": "bfloat16",
         "rollout": "vLLM beside the trainer, in the checkpoint's format", "correction": "sequence_mask, up to 3.0",
         "temperature": "0.8 on both sides"}  # fmt: skip
     assert found.notes == ("GRPOConfig(logging_dir=...) is no constant, and was not read",)
-    text = settings_text(found)
+    text = found.text
     assert text.splitlines()[0] == "trl: 4 settings to look at (harmful)"
     assert "instead: top_p=1.0" in text
 
@@ -153,7 +154,7 @@ def test_a_configuration_that_builds_on_another(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").unlink()
     found = checked(tmp_path / "b.yaml", "grpo.num_prompts_per_step=4")
     assert verdicts(found) == {}, "what was not read may hold it"
-    assert dict(found.roles)["learner"] == "not known"
+    assert {role.name: role.active for role in found.roles}["learner"] == "not known"
     assert "base.yaml, which was not read" in found.notes[0]
     (tmp_path / "base.yaml").write_text("defaults: b.yaml\ngrpo: {seed: 1}\n")
     assert attempt(checked, tmp_path / "b.yaml") is None, "files that build on each other end"
@@ -163,7 +164,7 @@ def test_a_script_with_its_configuration(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("policy: {precision: float16}\ngrpo: {seed: 1}\n")
     (tmp_path / "run.sh").write_text("uv run examples/run_grpo.py --config c.yaml ++policy.precision=bfloat16")
     found = checked(tmp_path / "run.sh")
-    assert dict(found.roles)["learner"] == "bfloat16, DTensor; masters are fp32"
+    assert {role.name: role.active for role in found.roles}["learner"] == "bfloat16, DTensor; masters are fp32"
 
 
 def test_verl_goes_to_its_own_table(tmp_path: Path) -> None:
@@ -264,7 +265,7 @@ def test_a_script_whose_settings_are_on_its_command_line(tmp_path: Path) -> None
         checked(script)
     found = checked(script, "fp16=true", "bf16=false")
     assert (found.name, len(found.settings)) == ("trl", 2)
-    assert "not known" in settings_text(found)
+    assert "not known" in found.text
 
 
 def test_verls_defaults_of_positions_and_its_reference(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import yaml
 from html_page import Page, assert_snapshot
 from mantissa.runs.directory import RunDirectory, planned_steps
 from mantissa.runs.metrics import METRICS
-from mantissa.runs.page import block, render, shortened
+from mantissa.runs.page import Sentence, render, shortened
 from mantissa.runs.report import build_report
 
 
@@ -116,6 +116,6 @@ def test_planned_steps(config: dict, steps: int | None) -> None:
 def test_what_is_long_is_shortened_and_anything_is_printable() -> None:
     assert shortened("a" * 10, 10) == "a" * 10
     assert shortened("a" * 50 + "b" * 1950, 100) == f"{'a' * 50} [... 1,900 characters left out ...] {'b' * 50}"
-    document = render("\ud800", [block("note", "a\x07\ud800<\n\t'\"&")])
+    document = render("\ud800", [Sentence("a\x07\ud800<\n\t'\"&")])
     assert "a\ufffd\ufffd&lt;\n\t&#39;&#34;&amp;" in document
     document.encode()

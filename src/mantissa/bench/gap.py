@@ -31,9 +31,8 @@ from mantissa.base.provenance import stamp
 from mantissa.base.seeds import derive_seed
 from mantissa.bench.command import new_folder
 from mantissa.bench.options import GapConfig
-from mantissa.bench.rows import Row, write_jsonl
 from mantissa.kernels import learner_kernels, rollout_kernels
-from mantissa.mismatch.estimates import gap_estimates
+from mantissa.mismatch.metrics import gap_estimates
 from mantissa.model import Decoder, Tokenizer, policy_weights
 from mantissa.precision import SCHEMES, Emulation, PrecisionPolicy, ResolvedPrecision, resolve
 from mantissa.rl.adapters import open_policy, policy_folder
@@ -50,9 +49,11 @@ from mantissa.rollout import (
     SamplingParams,
     require_vllm,
 )
+from mantissa.runs import rows as rows_of
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.gap_page import COMPLETIONS, FOLDER, PAGE, ROWS, write_gap_page
 from mantissa.runs.report import build_report
+from mantissa.runs.rows import Row
 
 _SLOTS = 64  # rows decoded together
 _MICRO_BATCH = 1024  # padded tokens of one scoring forward: 200 MB of fp32 logits at 49,152 words
@@ -172,8 +173,8 @@ def run_gap(config: GapConfig, say: Callable[[str], None]) -> GapResult:
             result.failed.append(f"{name}: {row['differing']} of {row['tokens']} log-probs differ, and none may")
         result.rows.append(row)
         result.completions += completions
-        write_jsonl(result.folder / ROWS, result.rows)
-        write_jsonl(result.folder / COMPLETIONS, result.completions)
+        rows_of.write(result.folder / ROWS, result.rows)
+        rows_of.write(result.folder / COMPLETIONS, result.completions)
     if run and result.rows:
         result.report = build_report(RunDirectory.open(run))
     if result.rows:

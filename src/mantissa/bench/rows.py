@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,16 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mantissa.base.files import write_atomically
-from mantissa.base.jsonl import in_words
 from mantissa.base.provenance import stamp
 from mantissa.bench.workload import short
 from mantissa.mismatch.intervals import Estimate
 from mantissa.runs.live import seconds_text
+from mantissa.runs.rows import Row
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-Row = dict[str, Any]
 
 COLUMNS: dict[str, str] = {
     "scenario": "warmup, standard or stress; `size` for a row of the sweep over sizes",
@@ -82,11 +79,6 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     writer.writeheader()
     writer.writerows(rows)
     write_atomically(path, text.getvalue())
-
-
-def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """One JSON object a line. A number that is not finite (a loss that diverged) is written as a string."""
-    write_atomically(path, "".join(json.dumps(in_words(row), allow_nan=False) + "\n" for row in rows))
 
 
 SIMULATION = (

@@ -40,7 +40,7 @@ def check(
     mantissa check run_qwen3_megatron.sh
     """  # fmt: skip
     from mantissa.launch.scripts import is_verl
-    from mantissa.launch.settings import check_settings, read_settings, settings_text, whose
+    from mantissa.launch.settings import check_settings, read_settings, whose
 
     if framework == "verl" or (framework is None and all("actor_rollout_ref." in each for each in files)):
         return verl(files, verl_version)
@@ -50,7 +50,7 @@ def check(
         pairs = [f"++{key}={value}" for key, value in given.settings.items() if "." in key]
         return verl(shell if len(files) == len(shell) == 1 else pairs, verl_version)
     found = check_settings(given, whose(given, framework))
-    typer.echo(settings_text(found))
+    typer.echo(found.text)
     if found.wrong:
         raise typer.Exit(_WRONG)
 
@@ -58,12 +58,12 @@ def check(
 def verl(overrides: list[str], version: str) -> None:
     """What verl's own check says, and its exit code."""
     from mantissa.base.errors import MantissaError
-    from mantissa.launch.check import check_verl, report_text
+    from mantissa.launch.check import check_verl
     from mantissa.launch.facts import VERSIONS
 
     if version not in VERSIONS:
         raise MantissaError(f"--verl-version {version}: expected one of {', '.join(VERSIONS)}")
     report = check_verl(overrides, version)
-    typer.echo(report_text(report))
+    typer.echo(report.text)
     if report.wrong:
         raise typer.Exit(_WRONG)

@@ -184,7 +184,7 @@ def _show(dump: Dump, diagnosis: Diagnosis, framework: str | None, explain: bool
 
 def _show_tests(diagnosis: Diagnosis) -> None:
     """Every test: whether it was found, the share of the squared gap that it explains, and what it says."""
-    from mantissa.runs.tables import terminal
+    from mantissa.runs.page import terminal
 
     rows = [
         (each.name, "found" if each.found else "no" if each.tested else "not tested",
@@ -196,7 +196,7 @@ def _show_tests(diagnosis: Diagnosis) -> None:
 
 def _show_layers(found: ByLayer | None, text: Callable[[int], str]) -> None:
     from mantissa.doctor.consult import LAYER_COLUMNS, WORST_COLUMNS, layer_lines, worst_lines
-    from mantissa.runs.tables import terminal
+    from mantissa.runs.page import terminal
 
     console = screen(100)
     if found is None:

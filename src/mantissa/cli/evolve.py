@@ -59,7 +59,7 @@ def evolve(
 
 def _profiles(values: dict[str, Any], folder: Path) -> None:
     from mantissa.genesis.evolution.profiles import HEADER, precision_row, profiles
-    from mantissa.runs.tables import terminal
+    from mantissa.runs.page import terminal
 
     rows = [precision_row(name, values, folder, progress).cells for name in profiles()]
     progress("")

@@ -98,7 +98,7 @@ def _show(result: GapResult) -> None:
     from rich.text import Text
 
     from mantissa.runs.gap_page import PAGE, TITLES, GapRows, figure_text, gap_note, independent
-    from mantissa.runs.tables import terminal
+    from mantissa.runs.page import terminal
 
     found = GapRows(result.rows, result.completions)
     console = screen()

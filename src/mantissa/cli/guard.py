@@ -52,7 +52,7 @@ def guard(
     from mantissa.guard.config import read_rows
     from mantissa.guard.review import compared, described, guard_of, refuse_unjudged, rules
     from mantissa.rl.config.recipe import apply_overrides
-    from mantissa.runs.tables import terminal
+    from mantissa.runs.page import terminal
 
     folder = run.parent if run.is_file() else run
     logged = GuardLog(folder).read()  # before the metrics: a running run writes them first

@@ -83,7 +83,7 @@ def lab(
 
 
 def _note_uncommitted(lab: Lab) -> None:
-    from mantissa.lab.committed import committed
+    from mantissa.lab.plan import committed
 
     try:
         committed(lab)

@@ -26,7 +26,7 @@ def recipes(
     if name is not None:
         typer.echo(find_recipe(name).read_text("utf-8"), nl=False)
         return
-    from mantissa.runs.tables import terminal
+    from mantissa.runs.page import terminal
 
     known, console = shipped_recipes(), screen()
     for folder in dict.fromkeys(each.rpartition("/")[0] for each in known):

@@ -138,12 +138,10 @@ def _rows(found: Tuned, model: str, device: str, seed: int, max_tokens: int) -> 
 def _keep(out: Path, found: Tuned, rows: list[dict[str, object]]) -> None:
     import yaml
 
-    from mantissa.base.files import disk_errors, write_atomically
-    from mantissa.bench.rows import write_jsonl
+    from mantissa.base.files import write_atomically
+    from mantissa.runs import rows as rows_of
 
-    with disk_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
-    write_jsonl(out / "tune.jsonl", rows)
+    rows_of.write(out / "tune.jsonl", rows)
     write_atomically(out / "tune.yaml", yaml.safe_dump(found.recipe(), sort_keys=False))
     if found.role == "learner":
         return
@@ -156,7 +154,7 @@ def _show(found: Tuned, model: str) -> None:
     import yaml
     from rich.text import Text
 
-    from mantissa.runs.tables import terminal
+    from mantissa.runs.page import terminal
 
     console = screen()
     what = {"seq_std": "std over sequences of S/T, nats", "k3": "k3, nats a token"}[found.figure]

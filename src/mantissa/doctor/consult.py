@@ -17,7 +17,7 @@ from mantissa.doctor.layers import ByLayer, by_layer, layers_plot
 from mantissa.doctor.sides import Scores, Side, Weights, evenly_spaced
 from mantissa.doctor.substitution import Substitution, declared, hypotheses, substitute
 from mantissa.model import Decoder
-from mantissa.runs.page import Block, block, plots, table
+from mantissa.runs.page import Block, Heading, Plots, Sentence, Table
 
 SEQUENCES = 48  # of a dump are scored: shares are known well enough, and each costs some fifty forwards
 _NOTHING = 1e-5  # nats, root mean square of d
@@ -165,17 +165,17 @@ def blocks(found: Consultation, text: Callable[[int], str]) -> list[Block]:
     trials = sorted(found.substitution.trials, key=lambda trial: -trial.share.value)
     lines: list[tuple[Any, ...]] = [(trial.name, f"{trial.share.value:.1%}", trial.share.interval) for trial in trials]
     made = [
-        block("h2", "Each hypothesis on its own"),
-        block("note", "What it explains of the squared gap, beyond the declared formats' own rounding, on sequences "
+        Heading("Each hypothesis on its own"),
+        Sentence("What it explains of the squared gap, beyond the declared formats' own rounding, on sequences "
               "that had no part in the choice."),
-        table(("hypothesis", "share", "interval"), lines),
+        Table(("hypothesis", "share", "interval"), lines),
     ]  # fmt: skip
     if found.layers is not None:
         made += [
-            block("h2", "By layer"),
-            plots([layers_plot(found.layers)]),
-            table(LAYER_COLUMNS, layer_lines(found.layers)),
-            block("h2", "Tokens that differ most"),
-            table(WORST_COLUMNS, worst_lines(found.layers, text)),
+            Heading("By layer"),
+            Plots([layers_plot(found.layers)]),
+            Table(LAYER_COLUMNS, layer_lines(found.layers)),
+            Heading("Tokens that differ most"),
+            Table(WORST_COLUMNS, worst_lines(found.layers, text)),
         ]
     return made

@@ -18,12 +18,14 @@ from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.examine import remedies_for
 from mantissa.doctor.facts import facts, usual
 from mantissa.doctor.sample import Tokens
+from mantissa.runs import page
 from mantissa.runs.directory import default_path
-from mantissa.runs.page import Block, block, code, noted, pill, plots, render, table
-from mantissa.runs.plots import BLUE, GREEN, MUTED, ORANGE, PINK, Plot, agreement, figure, styled, to_svg
+from mantissa.runs.health import Health
+from mantissa.runs.page import Banner, Block, Heading, KeyNumbers, Plots, Sentence, Table
+from mantissa.runs.plots import BLUE, GREEN, MUTED, ORANGE, PINK, Plot, agreement, figure, to_svg
 
 PAGE, ROW = "doctor.html", "doctor.json"
-_LEVELS = {
+_LEVELS: dict[Verdict, Health] = {
     Verdict.HEALTHY: "healthy",
     Verdict.LARGE: "watch",
     Verdict.FAULT: "unhealthy",
@@ -43,7 +45,7 @@ def write_page(dump: Dump, diagnosis: Diagnosis, folder: Path | None = None, wit
     tokens = Evidence.of(dump, usual(dump.settings).bound).clean
     write_atomically(folder / ROW, json.dumps(as_row(diagnosis), indent=1) + "\n")
     with atomic_file(folder / PAGE) as temporary:
-        text = render(f"Doctor: {dump.path.name}", _blocks(dump, diagnosis, tokens, with_model))
+        text = page.render(f"Doctor: {dump.path.name}", _blocks(dump, diagnosis, tokens, with_model))
         temporary.write_text(text, encoding="utf-8")
     return folder / PAGE
 
@@ -69,11 +71,11 @@ def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens, with_model: Sequen
     rows: list[tuple[Any, ...]]
     lines = [] if diagnosis.fault is None or diagnosis.decided else [table_of.faults[diagnosis.fault.name].means]
     blocks = [
-        block("h1", f"Doctor: {dump.path.name}"),
-        block("sub", f"{f['tokens']:,} tokens of {f['sequences']:,} sequences, written by {dump.framework}. d = "
-              "log-prob of the learner - log-prob of the rollout; u = d / (1 - p), of the size of the logits' error."),
-        block("verdict", level=_LEVELS[diagnosis.verdict], headline=diagnosis.headline, lines=lines),
-        block("cards", cards=[
+        Heading(f"Doctor: {dump.path.name}", 1),
+        Sentence(f"{f['tokens']:,} tokens of {f['sequences']:,} sequences, written by {dump.framework}. d = log-prob "
+                 "of the learner - log-prob of the rollout; u = d / (1 - p), of the size of the logits' error.", "sub"),
+        Banner(diagnosis.headline, lines, _LEVELS[diagnosis.verdict]),
+        KeyNumbers([
             ("root mean square of d", f"{f['d_rms']:.2g}", "nats"),
             ("size of u", f"{f['u_rms']:.2g}", f"up to {usual(dump.settings).bound:.2g} is usual in these formats"),
             ("equal to the last bit", f"{f['equal']:.1%}", "of tokens"),
@@ -83,37 +85,37 @@ def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens, with_model: Sequen
     if diagnosis.causes:
         rows = [(c.name, f"{c.share:.1%}", f"{c.low:.1%} to {c.high:.1%}", c.note) for c in diagnosis.causes]
         blocks += [
-            block("h2", "Causes, by share of the squared gap"),
-            table(("cause", "share", "interval", "note"), rows),
+            Heading("Causes, by share of the squared gap"),
+            Table(("cause", "share", "interval", "note"), rows),
         ]
     settings = remedies_for(diagnosis)
     if settings:
-        rows = [(do, code("\n".join(keys)) if keys else "") for do, keys in settings]
-        blocks += [block("h2", "What to set"), table(("what", f"in {dump.framework}'s keys"), rows, ("", ""))]
-    blocks += [block("h2", "Pictures"), plots(_pictures(dump, tokens)), *with_model]
+        rows = [(do, page.code("\n".join(keys)) if keys else "") for do, keys in settings]
+        blocks += [Heading("What to set"), Table(("what", f"in {dump.framework}'s keys"), rows, ("", ""))]
+    blocks += [Heading("Pictures"), Plots(_pictures(dump, tokens)), *with_model]
     rows = [
-        (noted(table_of.faults[each.name].title, each.name), _mark(each), each.said,
+        (page.noted(table_of.faults[each.name].title, each.name), _mark(each), each.said,
          f"{each.p:.1g}" if each.tested else "",
          "" if each.detectable is None else f"{each.detectable:.3g} {each.unit}")
         for each in diagnosis.findings
     ]  # fmt: skip
     blocks += [
-        block("h2", "What was tested"),
-        block("note", "Units are whole sequences, or whole prompts where there are twelve. A false alarm in a healthy "
+        Heading("What was tested"),
+        Sentence("Units are whole sequences, or whole prompts where there are twelve. A false alarm in a healthy "
               "dump is held at 5% over all tests together (Bonferroni); what is found is named by what is below 5% by "
               "itself. Detectable: the effect that this sample shows with "
               "probability 0.95."),
-        table(("signature", "result", "what it says", "p", "detectable"), rows, ("", "n", "", "n", "n")),
+        Table(("signature", "result", "what it says", "p", "detectable"), rows, ("", "n", "", "n", "n")),
     ]  # fmt: skip
     if diagnosis.unknown:
-        blocks += [block("h2", "What this cannot know"), table(("",), [(said,) for said in diagnosis.unknown], ("",))]
+        blocks += [Heading("What this cannot know"), Table(("",), [(said,) for said in diagnosis.unknown], ("",))]
     return blocks
 
 
 def _mark(finding: Any) -> Any:
     if not finding.tested:
-        return pill("watch", "not tested")
-    return pill("bad", "found") if finding.found else pill("good", "not found")
+        return page.pill("watch", "not tested")
+    return page.pill("unhealthy", "found") if finding.found else page.pill("healthy", "not found")
 
 
 def _pictures(dump: Dump, tokens: Tokens) -> list[Plot]:
@@ -131,8 +133,7 @@ def _agreement(t: Tokens) -> Plot:
     title = "Token probabilities: learner against rollout"
     low = float(max(min(t.x.min(), t.y.min(), np.log(0.1)), -60.0)) / np.log(10)
     keep = (t.x > -60) & (t.y > -60) & (t.x <= 0) & (t.y <= 0)
-    with styled():
-        drawing = figure(5.6, 2.9)
+    with figure(5.6, 2.9) as drawing:
         axes = drawing.subplots()
         if keep.any():
             agreement(axes, t.x[keep], t.y[keep], low, BLUE, (6, 6))
@@ -153,8 +154,7 @@ def _by_position(t: Tokens) -> Plot:
         if len(u) >= 3:
             middles.append((bins[number] + bins[number + 1] - 1) / 2)
             sizes.append(float(np.sqrt(np.square(u).mean())))
-    with styled():
-        drawing = figure()
+    with figure() as drawing:
         axes = drawing.subplots()
         keep = np.linspace(0, len(told.u) - 1, min(len(told.u), 3000)).astype(int)
         axes.plot(
@@ -176,8 +176,7 @@ def _histogram(t: Tokens) -> Plot:
     if not len(u):
         return Plot(title, "No uncertain token's log-probs differ.")
     edges = np.linspace(min(np.log10(u.min()), -5.5), max(np.log10(u.max()), 0.5), 60)
-    with styled():
-        drawing = figure()
+    with figure() as drawing:
         axes = drawing.subplots()
         axes.hist(np.log10(u), bins=edges.tolist(), density=True, color=MUTED, alpha=0.4)
         grid = np.linspace(edges[0], edges[-1], 300)
@@ -199,8 +198,7 @@ def _by_sequence(t: Tokens, bound: float) -> Plot:
     sizes = np.sqrt(np.bincount(told.sequence, weights=told.u**2) / np.maximum(count, 1))[count > 0]
     if not sizes.any():
         return Plot(title, "No uncertain token's log-probs differ.")
-    with styled():
-        drawing = figure()
+    with figure() as drawing:
         axes = drawing.subplots()
         axes.plot(np.sort(np.maximum(sizes, 1e-9)), color=BLUE)
         axes.axhline(bound, color=MUTED, linewidth=0.8, linestyle="--")

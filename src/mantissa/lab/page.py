@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from mantissa.base.files import disk_errors, write_atomically
-from mantissa.lab.committed import told
-from mantissa.lab.plan import Lab, Measure
+from mantissa.lab.plan import Lab, Measure, exploratory, told
 from mantissa.lab.rows import FAILED, Row, Rows
 from mantissa.mismatch.intervals import LEVEL, Estimate
 from mantissa.mismatch.tables import GAP_FIGURES
@@ -23,14 +22,14 @@ from mantissa.runs import page
 from mantissa.runs.groups import MOST, Difference, listed
 from mantissa.runs.live import duration
 from mantissa.runs.metrics import BY_NAME, SERIES, Series
-from mantissa.runs.page import Block, block
-from mantissa.runs.plots import DASHES, INK, RUNS, Line, Plot, chart, figure, styled, to_svg
+from mantissa.runs.page import Banner, Block, Heading, Plots, Sentence, Table, Verbatim
+from mantissa.runs.plots import DASHES, INK, RUNS, Line, Plot, chart, figure, to_svg
 
 
 def answers(rows: Rows) -> list[str]:
     """For each figure a sentence on which cells differ from their controls, or one on why nothing can be said."""
     lab = rows.lab
-    said = [line for line in told(rows.all_finished) if line.startswith("Exploratory")]
+    said = exploratory(rows.all_finished)
     if not lab.file.control:
         return [*said, "No control is named, so no cell is compared with another."]
     return said + [f"{_title(measure)}: {_answer(rows, measure)}" for measure in lab.final]
@@ -98,27 +97,27 @@ def write_page(rows: Rows) -> Path:
 
 def _blocks(rows: Rows) -> list[Block]:
     lab, finished = rows.lab, rows.all_finished
-    blocks = [block("h1", f"Lab: {lab.name}"), block("sub", _where(rows, finished))]
-    blocks += [block("h2", "Asked and expected"), *_registration(rows), block("h2", "What came out")]
+    blocks = [Heading(f"Lab: {lab.name}", 1), Sentence(_where(rows, finished), "sub")]
+    blocks += [Heading("Asked and expected"), *_registration(rows), Heading("What came out")]
     if not finished:
-        return [*blocks, block("note", "No cell is finished yet."), *_missing(rows)]
-    blocks += [block("verdict", level="", headline="In words", lines=answers(rows)), block("note", _how(lab))]
-    blocks += [block("h2", "Figures"), _figures(rows)]
+        return [*blocks, Sentence("No cell is finished yet."), *_missing(rows)]
+    blocks += [Banner("In words", lines=answers(rows)), Sentence(_how(lab))]
+    blocks += [Heading("Figures"), _figures(rows)]
     if lab.file.control:
-        blocks += [block("h2", "Differences"), _differences(rows)]
+        blocks += [Heading("Differences"), _differences(rows)]
     drawn = [_against(rows, x, y) for x, y in lab.against]
     drawn += [plot for metric in lab.curves for plot in _curves(rows, metric)]
     if drawn:
-        blocks += [block("h2", "Curves"), page.plots(drawn)]
-    return [*blocks, block("h2", "Cells"), _cells(rows), *_missing(rows)]
+        blocks += [Heading("Curves"), Plots(drawn)]
+    return [*blocks, Heading("Cells"), _cells(rows), *_missing(rows)]
 
 
 def _registration(rows: Rows) -> list[Block]:
     was, now = rows.registered, rows.lab.file
     if not was:
         return [
-            block("pre", f"Question: {now.question}\nExpected: {now.expect}"),
-            block("note", "Nothing was run yet."),
+            Verbatim(f"Question: {now.question}\nExpected: {now.expect}"),
+            Sentence("Nothing was run yet."),
         ]
     said = f"Question: {was['question'].strip()}\nExpected: {was['expect'].strip()}"
     times = [row["time"] for row in rows.all_finished if row.get("time")]
@@ -127,7 +126,7 @@ def _registration(rows: Rows) -> list[Block]:
     note = " ".join((f"Written {when}, {was['time']}, commit {was['commit']}.", *told(rows.all_finished)))
     if (was["question"], was["expect"]) != (now.question, now.expect):
         note += f" The lab file says otherwise now. Question: {now.question.strip()} Expected: {now.expect.strip()}"
-    return [block("pre", said), block("note", note)]
+    return [Verbatim(said), Sentence(note)]
 
 
 def _how(lab: Lab) -> str:
@@ -159,7 +158,7 @@ def _figures(rows: Rows) -> Block:
     for name in rows.reported:
         found = (table.estimate(name) for table in tables)
         lines.append([name, *(_estimate(estimate) if estimate else page.NOT_LOGGED for estimate in found)])
-    return page.table(["cell", *map(_title, rows.lab.final)], lines, ["n"] * (1 + len(rows.lab.final)))
+    return Table(["cell", *map(_title, rows.lab.final)], lines, ["n"] * (1 + len(rows.lab.final)))
 
 
 def _differences(rows: Rows) -> Block:
@@ -170,7 +169,7 @@ def _differences(rows: Rows) -> Block:
             found = [rows.difference(measure, name, control) for measure in rows.lab.final]
             shown = (_estimate(d.estimate, "x " if d.ratio else "") if d else page.NOT_LOGGED for d in found)
             lines.append([f"{name} against {control}", *shown])
-    return page.table(["difference", *map(_title, rows.lab.final)], lines, ["n"] * (1 + len(rows.lab.final)))
+    return Table(["difference", *map(_title, rows.lab.final)], lines, ["n"] * (1 + len(rows.lab.final)))
 
 
 def _estimate(estimate: Estimate, before: str = "") -> Any:
@@ -185,7 +184,7 @@ def _cells(rows: Rows) -> Block:
     """What sets the cells apart, in the recipe's own keys."""
     first = {cell.name: cell for cell in reversed(rows.lab.cells)}
     shown = [[name, ", ".join(f"{k}={v}" for k, v in first[name].settings.items())] for name in rows.lab.names]
-    return page.table(["cell", "keys that it changes"], shown, ["n", ""])
+    return Table(["cell", "keys that it changes"], shown, ["n", ""])
 
 
 def _missing(rows: Rows) -> list[Block]:
@@ -198,9 +197,9 @@ def _missing(rows: Rows) -> list[Block]:
             failed.append([cell.folder, row["error"]])
     blocks = []
     if failed:
-        blocks += [block("h2", "Failed"), page.table(["cell", "error"], failed, ["n", ""])]
+        blocks += [Heading("Failed"), Table(["cell", "error"], failed, ["n", ""])]
     if unrun:
-        blocks += [block("h2", "Not run"), block("note", f"{len(unrun)} cells: {', '.join(unrun)}.")]
+        blocks += [Heading("Not run"), Sentence(f"{len(unrun)} cells: {', '.join(unrun)}.")]
     return blocks
 
 
@@ -250,8 +249,7 @@ def _against(rows: Rows, x: Measure, y: Measure) -> Plot:
     if not points:
         return Plot(title, f"No finished run has both {_title(x)} and {_title(y)}.")
     every = np.concatenate(list(points.values()))
-    with styled():
-        drawing = figure(5.6, 3.4)
+    with figure(5.6, 3.4) as drawing:
         axes = drawing.subplots()
         for name, both in points.items():
             axes.plot(both[:, 0], both[:, 1], "o", color=RUNS[0], markersize=3.5, alpha=0.7)

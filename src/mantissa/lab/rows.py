@@ -2,13 +2,11 @@
 
 The file begins with the registration: the question and what was expected, with the time and the commit, written before
 the first cell was run and never again. A row has the cell's name, seed and digest, its status, its figures, its curves
-thinned to points, the code that ran it, and where. A number that is not finite is a string in the file, and a float
-here.
+thinned to points, the code that ran it, and where.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -18,19 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from mantissa.base.bounds import boundary, number, require_plain
-from mantissa.base.errors import MantissaError
-from mantissa.base.files import disk_errors, write_atomically
-from mantissa.base.jsonl import from_words, in_words
+from mantissa.base.bounds import boundary
 from mantissa.base.provenance import CODE, stamp
-from mantissa.base.readers.json import read_rows
 from mantissa.lab.plan import Cell, Lab, Measure
+from mantissa.runs import rows as rows_of
 from mantissa.runs.compare import ENDS
 from mantissa.runs.directory import RunDirectory, place
 from mantissa.runs.groups import Difference, SeedTable
 from mantissa.runs.metrics import binned, series
+from mantissa.runs.rows import Row
 
-Row = dict[str, Any]
 DONE, FAILED = "finished", "failed"
 _POINTS = 150  # of a curve
 
@@ -44,9 +39,9 @@ class Rows:
         self._of: dict[str, Row] = {}
         if self.path.exists():
             with boundary(self.path, "restore it, or move it away to begin the lab anew"):
-                first, *rest = read_rows(self.path)
+                first, *rest = rows_of.read(self.path)
                 self.registered = first | {"question": str(first["question"]), "expect": str(first["expect"])}
-                rest = [_checked(from_words(row), f"line {place}") for place, row in enumerate(rest, start=2)]
+                rest = [_checked(row, f"line {place}") for place, row in enumerate(rest, start=2)]
                 self._of = {f"{row['cell']}-seed{row['seed']}": row for row in rest}
 
     def register(self, mark: Row | None = None) -> None:
@@ -104,11 +99,12 @@ class Rows:
 
     def of_two_codes(self, name: str, control: str) -> set[int]:
         """The seeds in which a cell and its control were run by two sources of the package: no pairs."""
-        ran: dict[str, dict[int, Any]] = {name: {}, control: {}}
+        ran: dict[str, dict[int, Row]] = {name: {}, control: {}}
         for cell in self.lab.cells:
             if cell.name in ran and (row := self.finished(cell)):
-                ran[cell.name][cell.seed] = row.get("source")
-        return {seed for seed in ran[name] if seed in ran[control] and ran[name][seed] != ran[control][seed]}
+                ran[cell.name][cell.seed] = row
+        pairs = ((seed, (row, ran[control][seed])) for seed, row in ran[name].items() if seed in ran[control])
+        return {seed for seed, pair in pairs if len(set(rows_of.codes_of(pair))) > 1}
 
     def curve(self, name: str, metric: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Steps, and a row of values for each seed, at the points that all of them have; None without any."""
@@ -123,32 +119,43 @@ class Rows:
     def _write(self) -> None:
         order = [cell.folder for cell in self.lab.cells]
         kept = sorted(self._of, key=lambda name: (order.index(name) if name in order else len(order), name))
-        lines = [json.dumps(in_words(row), allow_nan=False) for row in (self.registered, *(self._of[n] for n in kept))]
-        with disk_errors(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path, "".join(line + "\n" for line in lines))
+        rows_of.write(self.path, (self.registered, *(self._of[name] for name in kept)))
+
+
+def _is_curves(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        len(curve["step"]) == len(curve["value"]) and all(map(_is_number, (*curve["step"], *curve["value"])))
+        for curve in value.values()
+    )
+
+
+def _is_final(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(rows_of.maybe(_is_number), value.values()))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+# A row as ``row_of_run``, ``row_of_gap`` and a failure make it.
+_ROW: dict[str, rows_of.Good] = {
+    "cell": rows_of.is_text,
+    "seed": lambda value: isinstance(value, int),
+    "digest": rows_of.is_text,
+    "status": rows_of.is_text,
+    **dict.fromkeys(("lab_commit", "lab_committed", "time"), rows_of.maybe(rows_of.is_text)),
+    "final": rows_of.maybe(_is_final),
+    "curves": rows_of.maybe(_is_curves),
+}
+_BY_STATUS: dict[str, dict[str, rows_of.Good]] = {
+    FAILED: {"error": rows_of.is_text},
+    DONE: {"seconds": rows_of.is_duration},
+}
 
 
 def _checked(row: Any, where: str) -> Row:
-    """A row as ``row_of_run``, ``row_of_gap`` and a failure make it; ``MantissaError`` for anything else."""
-    require_plain(row, where)
-    final, curves = row.get("final") or {}, row.get("curves") or {}
-    kinds = {"cell": str, "seed": int, "digest": str, "status": str}
-    wrong = next((name for name, kind in kinds.items() if not isinstance(row.get(name), kind)), "")
-    if row.get("status") == FAILED and not isinstance(row.get("error"), str):
-        wrong = wrong or "error"
-    if any(not isinstance(row.get(name), str | None) for name in ("lab_commit", "lab_committed", "time")):
-        wrong = wrong or "lab_commit, lab_committed or time"
-    if row.get("status") == DONE and not number(row.get("seconds"), 0):
-        wrong = wrong or "seconds"
-    if not all(value is None or isinstance(value, int | float) for value in final.values()):
-        wrong = wrong or "final"
-    for curve in curves.values():
-        both = [*curve["step"], *curve["value"]]
-        if len(both) != 2 * len(curve["step"]) or not all(isinstance(value, int | float) for value in both):
-            wrong = wrong or "curves"
-    if wrong:
-        raise MantissaError(f"{where}: {wrong} is not what a lab writes")
+    rows_of.require_like(row, _ROW, where, "a lab writes")
+    rows_of.require_like(row, _BY_STATUS.get(row["status"], {}), where, "a lab writes")
     return dict(row)
 
 

@@ -28,9 +28,8 @@ from mantissa.base.files import disk_errors, own, write_atomically
 from mantissa.base.folders import locked
 from mantissa.base.provenance import CODE
 from mantissa.base.readers.json import parse_json, read_json
-from mantissa.lab.committed import EXPLORATORY, committed
 from mantissa.lab.disk import require_room
-from mantissa.lab.plan import Cell, Lab, digest_of, warm_config
+from mantissa.lab.plan import EXPLORATORY, Cell, Lab, committed, digest_of, warm_config
 from mantissa.lab.rows import FAILED, Row, Rows, last_words, row_of_gap, row_of_run
 from mantissa.rl.config.run import RunConfig
 from mantissa.runs.directory import RunDirectory

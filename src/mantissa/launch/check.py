@@ -3,22 +3,14 @@
 verl does not say: a key that the chosen engine ignores is accepted, and so is a wrong value. Each setting that is about
 precision gets a verdict from the exporter's own table (``facts.py``), and then every role is worked out from what is
 set and from verl's defaults, which are bf16 throughout.
-
-Overrides stand on a command line, or somewhere in a shell script. A script is not run. Its words are looked at:
-variables that it sets are put in where they are used, and what looks like an override (a dotted key, then ``=``) is
-one, wherever it stands, arrays included. Of a key given twice the last counts.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
-from pathlib import Path
-from typing import Literal, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.yaml import parse_yaml
@@ -40,151 +32,8 @@ from mantissa.launch.facts import (
     reader_of,
     short,
 )
-from mantissa.launch.plugin_options import SECTION, mistake, options_in
-
-_OVERRIDE = re.compile(r"(\+\+|\+|~)?([A-Za-z_]\w*(?:\.[\w@/-]+)+|model_engine)=(.*)", re.S)
-_VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
-_CONFIG_NAME = re.compile(r"--config-name(?:=(.*))?")
-_COMMENT = re.compile(r"(^|\s)#[^\n]*", re.M)
-_ENDS_ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\s*\Z")
-_PRINTS = ("echo", "printf")
-_DEEPEST, _LONGEST = 4, 100_000
-_SUCH_AS = "actor_rollout_ref.rollout.dtype=float16"
-_USE = re.compile(r"\$\{([A-Za-z_]\w*|\d+)(?::?[-=]([^{}]*))?\}|\$([A-Za-z_]\w*)")
-
-
-@dataclass(frozen=True)
-class Given:
-    """One override as it was written: ``mark`` is what stood before it, ``+``, ``++`` or nothing."""
-
-    key: str
-    value: str
-    mark: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.mark}{self.key}={self.value}"
-
-
-@dataclass
-class Words:
-    """What was found: overrides by key, the name of the configuration, environment variables."""
-
-    overrides: dict[str, Given] = field(default_factory=dict)
-    config_name: str | None = None
-    variables: dict[str, str] = field(default_factory=dict)
-    submitted: bool = False  # through ``ray job submit``, which leaves the shell's variables behind
-    job: dict[str, str] = field(default_factory=dict)  # what its runtime_env holds
-    runtime_env_file: str | None = None  # named, and not found
-
-    def value(self, key: str) -> str | None:
-        """The value given for a key, or None."""
-        return self.overrides[key].value if key in self.overrides else None
-
-
-def read_words(arguments: Sequence[str]) -> Words:
-    """Overrides from ``arguments``: a script's path, or the overrides themselves.
-
-    Raises ``MantissaError`` where there is none, and for a script whose quotes do not close.
-    """
-    if len(arguments) == 1 and "=" not in arguments[0]:
-        path = Path(arguments[0])
-        if not path.is_file():
-            raise MantissaError(f"{path}: expected overrides such as {_SUCH_AS}, or a script")
-        split = _split(path)
-        words = _found(split, script=True)
-        _job(words, [_expanded(word, words.variables) for word in split], path.parent)
-        if not words.overrides:
-            raise MantissaError(f"{path}: found no override, such as {_SUCH_AS}")
-        return words
-    return _found(list(arguments), script=False)
-
-
-def script_words(path: Path) -> list[str]:
-    """The words of a shell script, variables put in where they are known, comments left out."""
-    variables: dict[str, str] = {}
-    words = []
-    for word in _split(path):
-        word = _expanded(word, variables)
-        if match := _VARIABLE.fullmatch(word):
-            variables[match[1]] = match[2].lstrip("(")
-        words.append(word)
-    return words
-
-
-def _split(path: Path) -> list[str]:
-    text = _COMMENT.sub(r"\1", path.read_text(errors="replace").replace("\\\n", " "))
-    if _ENDS_ESCAPED.search(text):  # a last line that was to go on, with nothing after it
-        text = text.rstrip()[:-1]
-    try:
-        words = shlex.split(text)
-        inner = [shlex.split(word) if before == "-c" else [word] for before, word in pairwise(["", *words])]
-    except ValueError as error:
-        raise MantissaError(f"{path}: cannot be read as a shell script: {error}") from None
-    # What is printed sets nothing; what is given to bash -c is a script too.
-    return [word for each, before in zip(inner, ["", *words], strict=False) if before not in _PRINTS for word in each]
-
-
-def _found(words: list[str], script: bool) -> Words:
-    result = Words()
-    named = False
-    for word in words:
-        word = _expanded(word, result.variables) if script else word
-        name = _CONFIG_NAME.fullmatch(word)
-        if named or (name and name[1]):
-            result.config_name, named = (word if named else str(name and name[1])), False
-        elif name:
-            named = True
-        elif match := _OVERRIDE.fullmatch(word.rstrip(")") if word.count("(") < word.count(")") else word):
-            mark, key, value = match.groups()
-            if mark != "~":
-                result.overrides[key] = Given(key, value.strip("'\""), mark or "")
-        elif match := _VARIABLE.fullmatch(word):
-            result.variables[match[1]] = match[2].lstrip("(")
-        elif not script:
-            raise MantissaError(f"{word!r}: expected key=value, such as {_SUCH_AS}")
-    return result
-
-
-def _job(words: Words, split: list[str], folder: Path) -> None:
-    """What a ``ray job submit`` in the script gives to every node."""
-    words.submitted = any(split[i : i + 3] == ["ray", "job", "submit"] for i in range(len(split)))
-    for word, following in zip(split, [*split, ""][1:], strict=True):
-        option, equals, value = word.partition("=")
-        value = value if equals else following
-        if option == "--runtime-env-json":
-            words.job |= _variables_of(value)
-        elif option == "--runtime-env":
-            found = next((path for path in (folder / value, value) if os.path.isfile(path)), None)
-            words.runtime_env_file = None if found else value
-            words.job |= _variables_of(Path(found).read_text(errors="replace")) if found else {}
-
-
-def _variables_of(text: str) -> dict[str, str]:
-    """``env_vars`` of a runtime_env in YAML or JSON; none where it is neither."""
-    try:
-        held = parse_yaml(text, "runtime_env")
-    except MantissaError:
-        return {}
-    held = held.get("env_vars") if isinstance(held, dict) else None
-    return {str(name): str(value) for name, value in held.items()} if isinstance(held, dict) else {}
-
-
-def _expanded(word: str, variables: dict[str, str]) -> str:
-    """The word with the variables that are known put in; a default where one is not, else as it stands."""
-
-    def known(match: re.Match[str]) -> str:
-        default = match[2] if match[2] is not None else match[0]
-        return variables.get(match[1] or match[3], default)
-
-    for _ in range(_DEEPEST):  # a default may hold a variable
-        if len(word) + sum(len(known(match)) for match in _USE.finditer(word)) > _LONGEST:
-            break  # before it is made: variables that double each other would fill the memory
-        put_in = _USE.sub(known, word)
-        if put_in == word:
-            break
-        word = put_in
-    return word
-
+from mantissa.launch.scripts import Override, Words, read_overrides
+from mantissa.launch.settings import Answer, Role, Setting, roles_text, settings_text
 
 _SHORT = {"float16": "fp16", "half": "fp16", "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16", "float32": "fp32",
           "float": "fp32", "fp32": "fp32"}  # fmt: skip
@@ -193,60 +42,48 @@ _ABOUT_PRECISION = re.compile(
     r"(dtype|fp4|fp8|fp16|bf16|fp32|quant|precision|loss_scale|scaler|autocast|amp\b|logprobs_mode|calculate_log_probs"
     r"|veto|rollout_correction|grad_clip|clip_grad|qat|mbridge\b)"
 )
+_SECTION = "actor.fsdp_config.mixed_precision"
+_COLON = re.compile(r":(?=[^\s])")  # hydra's dictionaries have no space there, which YAML's want
 _IN_RUNTIME_ENV = "+ray_kwargs.ray_init.runtime_env.env_vars."
 _CASTING = {
     "delta_sharded": "weights are cast to bf16, and vLLM takes the delta in bf16 only",
     "kimi_ckpt_engine": "weights are cast to bf16 (its rollout_dtype, which has no key of its own)",
     "mooncake": "weights are cast to bf16 unless engine_kwargs.mooncake.rollout_dtype says otherwise",
 }
-KeyEffect = Literal["takes effect", "handed on", "ignored", "refused by hydra", "wrong value", "unknown", "missing"]
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One precision setting and what becomes of it; ``instead``: what would do what was meant."""
-
-    given: Given
-    verdict: KeyEffect
-    why: str
-    instead: str = ""
-
-
-@dataclass(frozen=True)
-class Role:
-    """What one part of the run computes in, and why."""
-
-    name: str
-    active: str
-    why: str
-
-
-@dataclass(frozen=True)
-class Report:
-    """The whole answer. ``meant``: the overrides still missing for the format that settings without effect name.
-
-    ``others``: settings that are about something else.
-    """
+class Report(Answer):
+    """The answer for verl. ``meant``: the overrides still missing for the format that settings without effect name."""
 
     version: Version
     engine: Engine
     rollout: Rollout
     assumed: tuple[str, ...]
-    settings: tuple[Setting, ...]
-    roles: tuple[Role, ...]
     casts: tuple[str, ...]
     meant: tuple[str, ...]
-    others: int
 
     @property
-    def wrong(self) -> list[Setting]:
-        """Settings that do not do what they say."""
-        return [setting for setting in self.settings if setting.verdict not in ("takes effect", "handed on")]
+    def text(self) -> str:
+        """What ``mantissa check`` prints."""
+        lines = [f"verl {self.version}, {self.engine} learner, {self.rollout} rollout"]
+        lines += [f"  taken for granted: {said}" for said in self.assumed]
+        lines += settings_text({
+            "precision settings without effect": self.wrong,
+            "precision settings that take effect": self.that("takes effect"),
+            "handed to another program as they are": self.that("handed on"),
+        })  # fmt: skip
+        lines += [*roles_text(self.roles), "", "what is cast on the way", *(f"  {cast}" for cast in self.casts)]
+        if self.meant:
+            lines += ["", "for the format that was asked for, in every role", *(f"  {one}" for one in self.meant)]
+        if self.others:
+            lines += ["", f"{self.others} other settings are not about precision"]
+        return "\n".join(lines)
 
 
 def check_verl(arguments: Sequence[str], version: Version = "0.9.1") -> Report:
     """Say what overrides (or a shell script that holds them) do. Raises ``MantissaError`` where there is none."""
-    words = read_words(arguments)
+    words = read_overrides(arguments)
     words.overrides = {short(key): given for key, given in words.overrides.items()}
     engine, rollout, assumed = _engines(words)
     about = [
@@ -262,35 +99,7 @@ def check_verl(arguments: Sequence[str], version: Version = "0.9.1") -> Report:
     settings = (*judged, *_variables(words, good, rollout))
     roles, casts = _roles(words, good, engine, rollout), _casts(words, good, engine)
     meant, others = _meant(settings, good, engine), len(words.overrides) - len(about)
-    return Report(version, engine, rollout, tuple(assumed), settings, tuple(roles), tuple(casts), tuple(meant), others)
-
-
-def report_text(report: Report) -> str:
-    """What ``check-verl`` prints."""
-    lines = [f"verl {report.version}, {report.engine} learner, {report.rollout} rollout"]
-    lines += [f"  taken for granted: {said}" for said in report.assumed]
-    for title, settings in (
-        ("precision settings without effect", report.wrong),
-        ("precision settings that take effect", [s for s in report.settings if s.verdict == "takes effect"]),
-        ("handed to another program as they are", [s for s in report.settings if s.verdict == "handed on"]),
-    ):
-        if not settings:
-            continue
-        lines += ["", title]
-        for setting in settings:
-            verdict = "" if setting.verdict in ("takes effect", "handed on") else f"{setting.verdict}: "
-            lines += [f"  {setting.given}", f"      {verdict}{setting.why}"]
-            if setting.instead:
-                lines.append(f"      instead: {setting.instead}")
-    lines += ["", "what runs"]
-    width = max(len(role.name) for role in report.roles)
-    lines += [f"  {role.name:<{width}}  {role.active}  ({role.why})" for role in report.roles]
-    lines += ["", "what is cast on the way", *(f"  {cast}" for cast in report.casts)]
-    if report.meant:
-        lines += ["", "for the format that was asked for, in every role", *(f"  {one}" for one in report.meant)]
-    if report.others:
-        lines += ["", f"{report.others} other settings are not about precision"]
-    return "\n".join(lines)
+    return Report(settings, tuple(roles), others, version, engine, rollout, tuple(assumed), tuple(casts), tuple(meant))
 
 
 def _variables(words: Words, good: dict[str, str], rollout: Rollout) -> Iterator[Setting]:
@@ -303,13 +112,13 @@ def _variables(words: Words, good: dict[str, str], rollout: Rollout) -> Iterator
         reaches = row.name in job or not words.submitted
         if value is None or not reaches:
             instead = f"{_IN_RUNTIME_ENV}{row.name}='{row.value}'"
-            yield Setting(Given(row.name, row.value), "missing", _why_missing(row, words), instead)
+            yield Setting(Override(row.name, row.value), "missing", _why_missing(row, words), instead)
         elif value != row.value:
-            yield Setting(Given(row.name, value), "wrong value", f"expected {row.value}: {row.without}")
+            yield Setting(Override(row.name, value), "wrong value", f"expected {row.value}: {row.without}")
         else:
             where = "set where the driver starts; on several nodes put it into runtime_env"
             yield Setting(
-                Given(row.name, value), "takes effect", "in the job's runtime_env" if row.name in job else where
+                Override(row.name, value), "takes effect", "in the job's runtime_env" if row.name in job else where
             )
 
 
@@ -373,7 +182,7 @@ def _engines(words: Words) -> tuple[Engine, Rollout, list[str]]:
     return engine, rollout, assumed  # type: ignore[return-value]
 
 
-def _judged(given: Given, engine: Engine, rollout: Rollout, version: Version) -> Setting:
+def _judged(given: Override, engine: Engine, rollout: Rollout, version: Version) -> Setting:
     key = short(given.key)
     fact = FACTS.get(key)
     for row in IGNORED:
@@ -409,20 +218,64 @@ def _judged(given: Given, engine: Engine, rollout: Rollout, version: Version) ->
 def _by_plugin(setting: Setting, words: Words, engine: Engine) -> Setting:
     """What the plugin itself says of an option of its engine, or of what stands below one."""
     key = short(setting.given.key)
-    if key != SECTION and not key.startswith(f"{SECTION}."):
+    if key != _SECTION and not key.startswith(f"{_SECTION}."):
         return setting
-    options = options_in({name: given.value for name, given in words.overrides.items()})
-    names = [key.removeprefix(SECTION).split(".")[1]] if key != SECTION else list(options)
-    wrong = next(filter(None, (mistake(options, engine, name) for name in names)), "")
+    options = _plugin_options({name: given.value for name, given in words.overrides.items()})
+    names = [key.removeprefix(_SECTION).split(".")[1]] if key != _SECTION else list(options)
+    wrong = next(filter(None, (_mistake(options, engine, name) for name in names)), "")
     if wrong:
         return Setting(setting.given, "wrong value", wrong)
     if setting.verdict == "unknown":
-        what = "; ".join(FACTS[fact].what for fact in (f"{SECTION}.{name}" for name in names) if fact in FACTS)
+        what = "; ".join(FACTS[fact].what for fact in (f"{_SECTION}.{name}" for name in names) if fact in FACTS)
         return Setting(setting.given, "takes effect" if setting.given.mark else "refused by hydra", what)
     return setting
 
 
-def _ignored(given: Given, row: Ignored) -> Setting:
+def _plugin_options(overrides: Mapping[str, str]) -> dict[str, Any]:
+    """The free dictionary of a plugin's engine that overrides (value by key) make together, said whole, option by
+    option or deeper (``.loss_scaling.retries=8``): nested, later ones over earlier."""
+    found: dict[str, Any] = {}
+    for key, text in overrides.items():
+        if key != _SECTION and not key.startswith(f"{_SECTION}."):
+            continue
+        value, path = _plugin_value(text), key.removeprefix(_SECTION).lstrip(".").split(".")
+        node = found
+        for part in path[:-1]:
+            inner = node.get(part)
+            node[part] = inner = dict(inner) if isinstance(inner, dict) else {}
+            node = inner
+        if path[-1]:
+            node[path[-1]] = value
+        elif isinstance(value, dict):
+            node |= value
+    return found
+
+
+def _mistake(options: Mapping[str, Any], engine: Engine, name: str) -> str:
+    """What the plugin's own class, and so a job, would say of the option ``name``, or an empty text."""
+    from mantissa.verl.engine_options import EngineOptions
+    from mantissa.verl.options import Fsdp2Options
+
+    known = {"param_dtype"} if engine == "mantissa_fsdp2" else set()  # beside which others do something or nothing
+    given = {key: options[key] for key in (*known, name) if key in options}
+    try:
+        made = EngineOptions.of(given) if engine == "mantissa" else Fsdp2Options(**given)
+        if isinstance(made, EngineOptions):
+            made.policy("bfloat16")
+    except MantissaError as error:
+        return str(error)
+    return ""
+
+
+def _plugin_value(text: str) -> Any:
+    text = _COLON.sub(": ", text) if text.startswith("{") else text
+    try:
+        return parse_yaml(text, "value")
+    except MantissaError:
+        return text
+
+
+def _ignored(given: Override, row: Ignored) -> Setting:
     if row.new and not given.mark:
         return Setting(given, "refused by hydra", f"not in verl's tree: {row.why}", row.instead)
     value = _SHORT.get(given.value, given.value) if row.instead.startswith("+") else given.value
@@ -475,7 +328,7 @@ def _roles_of_plugin(words: Words, good: dict[str, str]) -> list[Role]:
     from mantissa.verl.engine_options import EngineOptions
 
     try:
-        options = EngineOptions.of(options_in({key: given.value for key, given in words.overrides.items()}))
+        options = EngineOptions.of(_plugin_options({key: given.value for key, given in words.overrides.items()}))
         policy = options.policy(good.get("actor.fsdp_config.dtype", "bfloat16"))
     except MantissaError:
         return [Role("learner", "none", "the job ends at once, with what is said above")]

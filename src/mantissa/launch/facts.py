@@ -1,12 +1,14 @@
-"""What verl's configuration keys really do: the table of ``verl_keys.yaml``, which says there what its columns are.
+"""What configuration keys really do: the tables of ``verl_keys.yaml`` and, of the other frameworks, ``settings.yaml``,
+which say there what their columns are.
 
-The exporter, ``check-verl`` and the documentation share it. Keys are written without ``actor_rollout_ref.`` where they
-begin with ``actor.``, ``rollout.``, ``ref.`` or ``model.``.
+The exporter, ``mantissa check`` and the documentation share verl's. Its keys are written without ``actor_rollout_ref.``
+where they begin with ``actor.``, ``rollout.``, ``ref.`` or ``model.``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,6 +19,8 @@ from mantissa.base.readers.yaml import read_shipped
 Engine = Literal["fsdp", "fsdp2", "megatron", "mantissa_fsdp2", "mantissa"]
 Rollout = Literal["vllm", "sglang", "trtllm", "mantissa"]
 Version = Literal["0.8.0", "0.9.0", "0.9.1"]
+Verdict = Literal["takes effect", "handed on", "ignored", "changed", "refused", "refused by hydra", "harmful",
+                  "missing", "wrong value", "unknown"]  # fmt: skip
 
 FSDPS: tuple[Engine, ...] = ("fsdp", "fsdp2", "mantissa_fsdp2")
 PLUGIN: tuple[Engine, ...] = ("mantissa_fsdp2", "mantissa")  # what model.external_lib=mantissa.verl.plugin registers
@@ -37,9 +41,11 @@ def short(key: str) -> str:
     return key.removeprefix(_ROOT)
 
 
-class _Row(BaseModel):
+class _Data(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
+
+class _Row(_Data):
     engines: tuple[Engine, ...] = ENGINES
     rollouts: tuple[Rollout, ...] = ROLLOUTS
 
@@ -127,3 +133,70 @@ NEEDED: tuple[Needed, ...] = tuple(Needed(**row) for row in _TABLE["needed"])
 def reader_of(key: str) -> str | None:
     """Who reads a key that verl hands on unread in a dictionary, or None."""
     return next((reader for prefix, reader in READERS.items() if key.startswith(prefix + ".")), None)
+
+
+# The other frameworks.
+
+
+class Key(_Data):
+    """A key that is read."""
+
+    what: str
+    read: str
+    default: str = "null"
+    values: tuple[str, ...] = ()
+
+
+class Rule(_Data):
+    """What happens to the keys ``about`` where ``when`` holds."""
+
+    about: tuple[str, ...]
+    verdict: Verdict
+    why: str
+    read: str
+    when: dict[str, tuple[str, ...]] = {}
+    differ: tuple[str, ...] = ()
+    instead: str = ""
+
+
+class Case(_Data):
+    """What a part of the run is where ``when`` holds."""
+
+    is_: str
+    when: dict[str, tuple[str, ...]] = {}
+
+
+class Part(_Data):
+    """A part of the run."""
+
+    name: str
+    cases: tuple[Case, ...]
+
+
+class KnownBy(_Data):
+    """How a framework's script is told."""
+
+    words: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+    keys: tuple[tuple[str, ...], ...] = ()
+
+
+class Framework(_Data):
+    """One framework's rows."""
+
+    project: str
+    version: str
+    known_by: KnownBy
+    keys: dict[str, Key]
+    rules: tuple[Rule, ...]
+    roles: tuple[Part, ...]
+
+
+@cache
+def frameworks() -> dict[str, Framework]:
+    """The table, by the framework's name."""
+    table = read_table("settings.yaml")
+    for each in table.values():
+        for part in each["roles"]:
+            part["cases"] = [{"is_": case["is"], "when": case.get("when", {})} for case in part["cases"]]
+    return {name: Framework(**each) for name, each in table.items()}

@@ -1,16 +1,20 @@
 """What somebody else's script or configuration sets, by dotted key, and whose it is. Nothing of it is run.
 
-A shell script's words are looked at: ``key=value``, ``--key value`` and ``--flag``, variables put in where they are
-used (``check.py``). Of a Python script, the arguments of calls to a framework's configuration class, where they are
-constants or names of such (read by ``ast``). Of YAML, its tree. Of several files, and of a key given twice, the last
-counts; a configuration that a script names, or that another builds on, is read before it.
+A shell script's words are looked at: ``key=value``, ``--key value`` and ``--flag``, variables that it sets put in where
+they are used. For verl's own check what looks like an override (a dotted key, then ``=``) is one, wherever it stands,
+arrays included, and what the script gives to every node is read too. Of a Python script, the arguments of calls to a
+framework's configuration class, where they are constants or names of such (read by ``ast``). Of YAML, its tree. Of
+several files, and of a key given twice, the last counts; a configuration that a script names, or that another builds
+on, is read before it.
 """
 
 from __future__ import annotations
 
 import ast
 import itertools
+import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,15 +23,23 @@ from typing import Any
 from mantissa.base.bounds import boundary, regular_file
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.limits import Limits
-from mantissa.base.readers.yaml import read_yaml
-from mantissa.launch.check import script_words
+from mantissa.base.readers.yaml import parse_yaml, read_yaml
 
-_LONGEST = 400_000  # bytes of a script
-_DEEPEST = 8  # configurations that build on one another
+_LARGEST = 400_000  # bytes of a script
+_BASES = 8  # configurations that build on one another
 _CONFIG = Limits(400_000, 2_000, 20_000)
 _PAIR = re.compile(r"(?:--)?(\+\+|\+|~)?([A-Za-z_][\w/@-]*(?:\.[\w@/-]+)*)=(.*)", re.S)
 _FLAG = re.compile(r"--([A-Za-z][\w.-]*)")
 _USE = re.compile(r"\$\{([\w.]+)\}")
+_OVERRIDE = re.compile(r"(\+\+|\+|~)?([A-Za-z_]\w*(?:\.[\w@/-]+)+|model_engine)=(.*)", re.S)
+_VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
+_CONFIG_NAME = re.compile(r"--config-name(?:=(.*))?")
+_COMMENT = re.compile(r"(^|\s)#[^\n]*", re.M)
+_ENDS_ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\s*\Z")
+_PRINTS = ("echo", "printf")
+_DEEPEST, _LONGEST = 4, 100_000  # of variables that hold variables
+_SUCH_AS = "actor_rollout_ref.rollout.dtype=float16"
+_VARIABLE_USE = re.compile(r"\$\{([A-Za-z_]\w*|\d+)(?::?[-=]([^{}]*))?\}|\$([A-Za-z_]\w*)")
 _CALLS = ("bash", "sh", "source", ".", "exec")
 _PARSERS = ("TrlParser", "HfArgumentParser")
 _NAMES_A_CONFIG = ("config", "config-path", "config_path")
@@ -83,9 +95,9 @@ def _read_file(path: Path, found: Given, classes: Sequence[str]) -> None:
         raise MantissaError(f"{path}: no such file; expected a script, a configuration, or key=value")
     if not regular_file(path):
         raise MantissaError(f"{path}: expected a file")
-    if path.stat().st_size > _LONGEST:
+    if path.stat().st_size > _LARGEST:
         raise MantissaError(
-            f"{path}: {path.stat().st_size:,} bytes; a script or configuration has at most {_LONGEST:,}"
+            f"{path}: {path.stat().st_size:,} bytes; a script or configuration has at most {_LARGEST:,}"
         )
     if path.suffix in (".yaml", ".yml", ".json"):
         _read_config(path, found)
@@ -106,7 +118,7 @@ def _read_config(path: Path, found: Given, inside: tuple[Path, ...] = ()) -> Non
     bases = tree.get("defaults") or []
     for base in bases if isinstance(bases, list) else [bases]:
         below = path.parent / base if isinstance(base, str) and base.endswith((".yaml", ".yml")) else None
-        if below is None or not below.is_file() or below in (path, *inside) or len(inside) >= _DEEPEST:
+        if below is None or not below.is_file() or below in (path, *inside) or len(inside) >= _BASES:
             if base != "_self_":
                 found.partial = True
                 found.notes.append(f"{path.name} builds on {plain(base)}, which was not read")
@@ -154,7 +166,7 @@ def _read_shell(path: Path, found: Given, inside: tuple[Path, ...] = ()) -> None
     for before, word in itertools.pairwise(["", *words]):
         if word.endswith(".sh") and before in _CALLS and word != path.name:
             beside = path.parent / Path(word).name
-            if regular_file(beside) and beside not in (path, *inside) and len(inside) < _DEEPEST:
+            if regular_file(beside) and beside not in (path, *inside) and len(inside) < _BASES:
                 _read_shell(beside, found, (path, *inside))
             else:
                 found.partial = True
@@ -251,3 +263,138 @@ def is_verl(given: Given) -> bool:
     return any(given.has(key) for key in _VERL["keys"]) or any(
         word.startswith(name) for word in given.words for name in _VERL["words"]
     )
+
+
+# The words of a shell script, and verl's overrides among them.
+
+
+@dataclass(frozen=True)
+class Override:
+    """One override as it was written: ``mark`` is what stood before it, ``+``, ``++`` or nothing."""
+
+    key: str
+    value: str
+    mark: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.mark}{self.key}={self.value}"
+
+
+@dataclass
+class Words:
+    """What was found: overrides by key, the name of the configuration, environment variables."""
+
+    overrides: dict[str, Override] = field(default_factory=dict)
+    config_name: str | None = None
+    variables: dict[str, str] = field(default_factory=dict)
+    submitted: bool = False  # through ``ray job submit``, which leaves the shell's variables behind
+    job: dict[str, str] = field(default_factory=dict)  # what its runtime_env holds
+    runtime_env_file: str | None = None  # named, and not found
+
+    def value(self, key: str) -> str | None:
+        """The value given for a key, or None."""
+        return self.overrides[key].value if key in self.overrides else None
+
+
+def read_overrides(arguments: Sequence[str]) -> Words:
+    """Overrides from ``arguments``: a script's path, or the overrides themselves.
+
+    Raises ``MantissaError`` where there is none, and for a script whose quotes do not close.
+    """
+    if len(arguments) != 1 or "=" in arguments[0]:
+        return _overrides(arguments, script=False)
+    path = Path(arguments[0])
+    if not path.is_file():
+        raise MantissaError(f"{path}: expected overrides such as {_SUCH_AS}, or a script")
+    words = script_words(path)
+    found = _overrides(words, script=True)
+    _job(found, words, path.parent)
+    if not found.overrides:
+        raise MantissaError(f"{path}: found no override, such as {_SUCH_AS}")
+    return found
+
+
+def script_words(path: Path) -> list[str]:
+    """The words of a shell script, variables put in where they are known, comments left out."""
+    variables: dict[str, str] = {}
+    words = []
+    for word in _split(path):
+        word = _expanded(word, variables)
+        if match := _VARIABLE.fullmatch(word):
+            variables[match[1]] = match[2].lstrip("(")
+        words.append(word)
+    return words
+
+
+def _split(path: Path) -> list[str]:
+    text = _COMMENT.sub(r"\1", path.read_text(errors="replace").replace("\\\n", " "))
+    if _ENDS_ESCAPED.search(text):  # a last line that was to go on, with nothing after it
+        text = text.rstrip()[:-1]
+    try:
+        words = shlex.split(text)
+        inner = [shlex.split(word) if before == "-c" else [word] for before, word in itertools.pairwise(["", *words])]
+    except ValueError as error:
+        raise MantissaError(f"{path}: cannot be read as a shell script: {error}") from None
+    # What is printed sets nothing; what is given to bash -c is a script too.
+    return [word for each, before in zip(inner, ["", *words], strict=False) if before not in _PRINTS for word in each]
+
+
+def _overrides(words: Sequence[str], script: bool) -> Words:
+    result = Words()
+    named = False
+    for word in words:
+        name = _CONFIG_NAME.fullmatch(word)
+        if named or (name and name[1]):
+            result.config_name, named = (word if named else str(name and name[1])), False
+        elif name:
+            named = True
+        elif match := _OVERRIDE.fullmatch(word.rstrip(")") if word.count("(") < word.count(")") else word):
+            mark, key, value = match.groups()
+            if mark != "~":
+                result.overrides[key] = Override(key, value.strip("'\""), mark or "")
+        elif match := _VARIABLE.fullmatch(word):
+            result.variables[match[1]] = match[2].lstrip("(")
+        elif not script:
+            raise MantissaError(f"{word!r}: expected key=value, such as {_SUCH_AS}")
+    return result
+
+
+def _job(words: Words, split: list[str], folder: Path) -> None:
+    """What a ``ray job submit`` in the script gives to every node."""
+    words.submitted = any(split[i : i + 3] == ["ray", "job", "submit"] for i in range(len(split)))
+    for word, following in zip(split, [*split, ""][1:], strict=True):
+        option, equals, value = word.partition("=")
+        value = value if equals else following
+        if option == "--runtime-env-json":
+            words.job |= _variables_of(value)
+        elif option == "--runtime-env":
+            found = next((path for path in (folder / value, value) if os.path.isfile(path)), None)
+            words.runtime_env_file = None if found else value
+            words.job |= _variables_of(Path(found).read_text(errors="replace")) if found else {}
+
+
+def _variables_of(text: str) -> dict[str, str]:
+    """``env_vars`` of a runtime_env in YAML or JSON; none where it is neither."""
+    try:
+        held = parse_yaml(text, "runtime_env")
+    except MantissaError:
+        return {}
+    held = held.get("env_vars") if isinstance(held, dict) else None
+    return {str(name): str(value) for name, value in held.items()} if isinstance(held, dict) else {}
+
+
+def _expanded(word: str, variables: dict[str, str]) -> str:
+    """The word with the variables that are known put in; a default where one is not, else as it stands."""
+
+    def known(match: re.Match[str]) -> str:
+        default = match[2] if match[2] is not None else match[0]
+        return variables.get(match[1] or match[3], default)
+
+    for _ in range(_DEEPEST):  # a default may hold a variable
+        if len(word) + sum(len(known(match)) for match in _VARIABLE_USE.finditer(word)) > _LONGEST:
+            break  # before it is made: variables that double each other would fill the memory
+        put_in = _VARIABLE_USE.sub(known, word)
+        if put_in == word:
+            break
+        word = put_in
+    return word

@@ -1,7 +1,7 @@
-"""What settings of precision, log-probs and correction do in TRL, OpenRLHF, NeMo-RL, SkyRL and AReaL.
+"""What a check says of settings; and what settings of precision, log-probs and correction do in TRL, OpenRLHF, NeMo-RL,
+SkyRL and AReaL.
 
-The facts are data, ``settings.yaml``, which says there what its columns are; here is what is done with them. verl has a
-table and a check of its own (``check.py``), to which its scripts are given.
+The facts are data (``facts.py``); here is what is done with them. What is verl's alone is in ``check.py``.
 """
 
 from __future__ import annotations
@@ -9,16 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Literal
-
-from pydantic import BaseModel, ConfigDict
 
 from mantissa.base.errors import MantissaError
-from mantissa.launch.facts import read_table
-from mantissa.launch.scripts import Given, read_given
+from mantissa.launch.facts import Framework, Key, Part, Rule, Verdict, frameworks
+from mantissa.launch.scripts import Given, Override, read_given
 
-Verdict = Literal["takes effect", "ignored", "changed", "refused", "harmful", "missing", "wrong value"]
 _SAME = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
 _ABOUT = re.compile(
     r"(dtype|fp8|fp16|bf16|fp32|precision|logprob|log_prob|importance|is_correction|_tis|off_policy|rejection|quant"
@@ -26,104 +21,103 @@ _ABOUT = re.compile(
 )
 _UNKNOWN = "not known"  # what a configuration says that was not read
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-
-
-class _Row(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Fact(_Row):
-    """A key that is read."""
-
-    what: str
-    read: str
-    default: str = "null"
-    values: tuple[str, ...] = ()
-
-
-class Rule(_Row):
-    """What happens to the keys ``about`` where ``when`` holds."""
-
-    about: tuple[str, ...]
-    verdict: Verdict
-    why: str
-    read: str
-    when: dict[str, tuple[str, ...]] = {}
-    differ: tuple[str, ...] = ()
-    instead: str = ""
-
-
-class Case(_Row):
-    """What a part of the run is where ``when`` holds."""
-
-    is_: str
-    when: dict[str, tuple[str, ...]] = {}
-
-
-class Part(_Row):
-    """A part of the run."""
-
-    name: str
-    cases: tuple[Case, ...]
-
-
-class KnownBy(_Row):
-    """How a framework's script is told."""
-
-    words: tuple[str, ...] = ()
-    classes: tuple[str, ...] = ()
-    keys: tuple[tuple[str, ...], ...] = ()
-
-
-class Framework(_Row):
-    """One framework's rows."""
-
-    project: str
-    version: str
-    known_by: KnownBy
-    keys: dict[str, Fact]
-    rules: tuple[Rule, ...]
-    roles: tuple[Part, ...]
-
-
-@cache
-def frameworks() -> dict[str, Framework]:
-    """The table, by the framework's name."""
-    table = read_table("settings.yaml")
-    for each in table.values():
-        for part in each["roles"]:
-            part["cases"] = [{"is_": case["is"], "when": case.get("when", {})} for case in part["cases"]]
-    return {name: Framework(**each) for name, each in table.items()}
+_DONE = ("takes effect", "handed on")
 
 
 @dataclass(frozen=True)
-class Judged:
-    """One setting and what becomes of it. ``value``: null where it is missing. ``read``: file and line that show it."""
+class Setting:
+    """One setting and what becomes of it; ``instead``: what would do what was meant. ``read``: file and line that show
+    it, where the check names them. The value of one that is missing is null, or what it ought to be."""
 
-    key: str
-    value: str
+    given: Override
     verdict: Verdict
     why: str
-    read: str
     instead: str = ""
+    read: str = ""
 
 
 @dataclass(frozen=True)
-class Checked:
-    """The whole answer. ``unknown``: settings that look as if they were about precision and are not in the table."""
+class Role:
+    """What one part of the run computes in, and why, where that is said."""
 
     name: str
-    framework: Framework
-    settings: tuple[Judged, ...]
-    roles: tuple[tuple[str, str], ...]
-    unknown: tuple[str, ...]
+    active: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found of each setting of precision, and what runs. ``others``: settings about something else."""
+
+    settings: tuple[Setting, ...]
+    roles: tuple[Role, ...]
     others: int
+
+    @property
+    def wrong(self) -> list[Setting]:
+        """Settings that do not do what they say, or hurt, and those that are missing."""
+        return [setting for setting in self.settings if setting.verdict not in _DONE]
+
+    def that(self, verdict: Verdict) -> list[Setting]:
+        """The settings of one verdict."""
+        return [setting for setting in self.settings if setting.verdict == verdict]
+
+
+def settings_text(parts: Mapping[str, Sequence[Setting]]) -> list[str]:
+    """Lines of settings under their titles."""
+    lines = []
+    for title, settings in parts.items():
+        lines += ["", title] if settings else []
+        for each in settings:
+            verdict = "" if each.verdict in _DONE else f"{each.verdict}: "
+            bare = each.verdict == "missing" and each.given.value == "null"
+            lines.append(f"  {each.given.key if bare else each.given}")
+            lines.append(f"      {verdict}{each.why}" + (f" [{each.read}]" if each.read else ""))
+            lines += [f"      instead: {each.instead}"] if each.instead else []
+    return lines
+
+
+def roles_text(roles: Sequence[Role]) -> list[str]:
+    """Lines of what runs."""
+    width = max(len(role.name) for role in roles)
+    lines = [f"  {role.name:<{width}}  {role.active}" + (f"  ({role.why})" if role.why else "") for role in roles]
+    return ["", "what runs", *lines]
+
+
+@dataclass(frozen=True)
+class Checked(Answer):
+    """The answer for one of the frameworks. ``unknown``: settings that look as if they were about precision and are not
+    in the table."""
+
+    name: str
+    unknown: tuple[str, ...]
     notes: tuple[str, ...]
 
     @property
-    def wrong(self) -> list[Judged]:
-        """Settings that do not do what they say, or hurt, and those that are missing."""
-        return [each for each in self.settings if each.verdict != "takes effect"]
+    def text(self) -> str:
+        """What ``mantissa check`` prints."""
+        framework = frameworks()[self.name]
+        lines = [f"{self.name}: {self._headline}", f"  read in {framework.project} {framework.version}"]
+        lines += [f"  not read: {note}" for note in self.notes]
+        lines += settings_text({
+            "settings that do not do what they say, or hurt": self.wrong,
+            "settings of precision that take effect": self.that("takes effect"),
+        })  # fmt: skip
+        lines += roles_text(self.roles)
+        if self.unknown:
+            lines += ["", f"not in the table, so nothing is said of: {', '.join(self.unknown)}"]
+        if self.others:
+            one = self.others == 1
+            lines += ["", f"{self.others} other setting{' is' if one else 's are'} not about precision"]
+        return "\n".join(lines)
+
+    @property
+    def _headline(self) -> str:
+        count = len(self.wrong)
+        if not count:
+            return "every setting of precision, log-probs and correction that is known here does what it says"
+        kinds = ", ".join(dict.fromkeys(each.verdict for each in self.wrong))
+        return f"{count} setting{'s' if count > 1 else ''} to look at ({kinds})"
 
 
 def told(given: Given, names: Sequence[str]) -> str | None:
@@ -153,36 +147,37 @@ def check_settings(given: Given, name: str) -> Checked:
     values = {key: _value(key, given, framework) for key in keys}
     settings = [found for key in given.settings if (found := _judged(key, given, framework, values)) is not None]
     settings += [
-        Judged(key, "null", "missing", rule.why, rule.read, rule.instead)
+        Setting(Override(key, "null"), "missing", rule.why, rule.instead, rule.read)
         for rule in framework.rules if rule.verdict == "missing" and _holds(rule, values)
         for key in rule.about if not given.has(key) and not given.partial
     ]  # fmt: skip
-    known = {each.key for each in settings}
+    known = {each.given.key for each in settings}
     unknown = tuple(key for key in given.settings if key not in known and _ABOUT.search(key))
-    roles = tuple((part.name, _role(part, values)) for part in framework.roles)
+    roles = tuple(Role(part.name, _role(part, values)) for part in framework.roles)
     others = len(given.settings) - len([key for key in given.settings if key in known]) - len(unknown)
-    return Checked(name, framework, tuple(settings), roles, unknown, others, tuple(dict.fromkeys(given.notes)))
+    return Checked(tuple(settings), roles, others, name, unknown, tuple(dict.fromkeys(given.notes)))
 
 
-def _judged(key: str, given: Given, framework: Framework, values: Mapping[str, str]) -> Judged | None:
+def _judged(key: str, given: Given, framework: Framework, values: Mapping[str, str]) -> Setting | None:
     """What becomes of a key that is given; None where the table has nothing about it."""
     value = given.settings[key]
+    written = Override(key, value)
     covers = [each for each in (key, *_above(key)) if each in framework.keys or _ruled(each, framework)]
     if not covers:
         return None
     for rule in framework.rules:
         idle = rule.verdict == "ignored" and _says_nothing(value, framework.keys.get(covers[0]), values)
         if rule.verdict != "missing" and not idle and covers[0] in rule.about and _holds(rule, values):
-            return Judged(key, value, rule.verdict, rule.why, rule.read, rule.instead)
+            return Setting(written, rule.verdict, rule.why, rule.instead, rule.read)
     fact = framework.keys.get(covers[0])
     if fact is None:
         return None
     if fact.values and value != "null" and "$" not in value and not any(_same(value, each) for each in fact.values):
-        return Judged(key, value, "wrong value", f"expected one of {', '.join(fact.values)}", fact.read)
-    return Judged(key, value, "takes effect", fact.what, fact.read)
+        return Setting(written, "wrong value", f"expected one of {', '.join(fact.values)}", read=fact.read)
+    return Setting(written, "takes effect", fact.what, read=fact.read)
 
 
-def _says_nothing(value: str, fact: Fact | None, values: Mapping[str, str]) -> bool:
+def _says_nothing(value: str, fact: Key | None, values: Mapping[str, str]) -> bool:
     """Whether a setting would change nothing if it were read."""
     default = "null" if fact is None else fact.default
     named = _REFERENCE.fullmatch(default)
@@ -265,41 +260,6 @@ def _role(part: Part, values: Mapping[str, str]) -> str:
 
 def _filled(text: str, values: Mapping[str, str]) -> str:
     return re.sub(r"\{([\w.]+)\}", lambda match: values.get(match[1], "null"), text)
-
-
-def settings_text(found: Checked) -> str:
-    """What ``mantissa check`` prints."""
-    framework = found.framework
-    lines = [f"{found.name}: {_headline(found)}", f"  read in {framework.project} {framework.version}"]
-    lines += [f"  not read: {note}" for note in found.notes]
-    titles = ("settings that do not do what they say, or hurt", "settings of precision that take effect")
-    for title, settings in zip(
-        titles, (found.wrong, [s for s in found.settings if s.verdict == "takes effect"]), strict=True
-    ):
-        if settings:
-            lines += ["", title]
-        for each in settings:
-            verdict = "" if each.verdict == "takes effect" else f"{each.verdict}: "
-            lines.append(f"  {each.key}" + ("" if each.verdict == "missing" else f"={each.value}"))
-            lines.append(f"      {verdict}{each.why} [{each.read}]")
-            if each.instead:
-                lines.append(f"      instead: {each.instead}")
-    width = max(len(name) for name, _ in found.roles)
-    lines += ["", "what runs", *(f"  {name:<{width}}  {what}" for name, what in found.roles)]
-    if found.unknown:
-        lines += ["", f"not in the table, so nothing is said of: {', '.join(found.unknown)}"]
-    if found.others:
-        one = found.others == 1
-        lines += ["", f"{found.others} other setting{' is' if one else 's are'} not about precision"]
-    return "\n".join(lines)
-
-
-def _headline(found: Checked) -> str:
-    count = len(found.wrong)
-    if not count:
-        return "every setting of precision, log-probs and correction that is known here does what it says"
-    kinds = ", ".join(dict.fromkeys(each.verdict for each in found.wrong))
-    return f"{count} setting{'s' if count > 1 else ''} to look at ({kinds})"
 
 
 def whose(given: Given, named: str | None) -> str:

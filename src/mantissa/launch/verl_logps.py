@@ -24,6 +24,7 @@ from typing import Any
 from mantissa.base.errors import MantissaError
 from mantissa.doctor.gate import Gate
 from mantissa.doctor.record import ScoredBatch, write_batch
+from mantissa.verl.gate import parse
 
 FOLDER, GATE = "MANTISSA_LOGPS", "MANTISSA_GATE"
 
@@ -43,16 +44,14 @@ def record(folder: Path | str) -> None:
 def gate(asked: str) -> Gate:
     """From here on in this process, diagnose batches as they are compared. ``asked``: ``stop`` or ``warn``, with
     ``:N`` for every how many steps. With ``stop`` a fault ends the job: ``MantissaError`` names it and what helps."""
-    on_fault, _, every = asked.partition(":")
-    if on_fault not in ("stop", "warn") or not (every or "25").isdecimal() or int(every or "25") < 1:
-        raise MantissaError(f"{GATE}={asked!r}: expected stop or warn, or one with a number of steps, such as stop:10")
+    on_fault, every = parse(asked, f"{GATE}={asked!r}")
     lines: list[str] = []
 
     def say(line: str) -> None:
         lines.append(line)
         print(line, file=sys.stderr, flush=True)
 
-    made = Gate(int(every or "25"), "stop" if on_fault == "stop" else "warn", framework="verl", say=say)
+    made = Gate(every, "stop" if on_fault == "stop" else "warn", framework="verl", say=say)
     step = [0]
 
     def look(found: ScoredBatch) -> dict[str, float]:

@@ -30,16 +30,24 @@ def apart(one: Estimate, other: Estimate) -> bool:
     return one.high < other.low or other.high < one.low
 
 
-def distinguish(named: Sequence[tuple[str, Estimate]]) -> str:
-    """Which results differ, in a sentence; no order is given to results whose intervals overlap."""
+class Distinction(NamedTuple):
+    """Which results differ, in a sentence, and whether any do."""
+
+    said: str
+    differ: bool = False
+
+
+def distinguish(named: Sequence[tuple[str, Estimate]]) -> Distinction:
+    """Which results differ; no order is given to results whose intervals overlap."""
     pairs = list(combinations(named, 2))
     if not pairs:
-        return "Only one of them logged it: there is nothing to compare it with."
+        return Distinction("Only one of them logged it: there is nothing to compare it with.")
     differing = [(a, b) if a[1].value > b[1].value else (b, a) for a, b in pairs if apart(a[1], b[1])]
     if not differing:
         if any(estimate.low is None for _, estimate in named):
-            return "Not distinguishable: no two intervals are apart, and some have none."
-        return "Not distinguishable: " + ("the intervals overlap." if len(pairs) == 1 else "all intervals overlap.")
+            return Distinction("Not distinguishable: no two intervals are apart, and some have none.")
+        which = "the intervals" if len(pairs) == 1 else "all intervals"
+        return Distinction(f"Not distinguishable: {which} overlap.")
     above: dict[str, list[str]] = {}
     for (higher, _), (lower, _) in differing:
         above.setdefault(higher, []).append(lower)
@@ -49,7 +57,7 @@ def distinguish(named: Sequence[tuple[str, Estimate]]) -> str:
     if rest:
         said += " The other pair is" if rest == 1 else f" The other {rest} pairs are"
         said += " not distinguishable."
-    return said
+    return Distinction(said, differ=True)
 
 
 class Curve(NamedTuple):

@@ -13,9 +13,7 @@ from textwrap import wrap
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from mantissa.base.errors import MantissaError
@@ -41,8 +39,8 @@ from mantissa.runs.groups import Differences, Group, Run, differences, group_run
 from mantissa.runs.health import sentence, small
 from mantissa.runs.live import count, duration, seconds_text
 from mantissa.runs.metrics import SERIES, Series
-from mantissa.runs.page import NOT_LOGGED, Block, block, code, noted, pill, scale_text
-from mantissa.runs.plots import MUTED, PHASE_COLOURS, Line, Plot, chart, figure, styled, to_svg
+from mantissa.runs.page import Banner, Block, Heading, Plots, Sentence, Table
+from mantissa.runs.plots import MUTED, PHASE_COLOURS, Line, Plot, chart, figure, to_svg
 
 ACCURACIES = ("eval/greedy_accuracy", "eval/avg_at_k")
 PANELS = (
@@ -56,7 +54,6 @@ _TRAINED = f"training accuracy, last {ENDS} steps"
 _MISSING = "not logged"
 _ON_ONE_LINE = 4  # groups up to which both ends of a metric stand beside each other
 _MOST_KEYS = 12  # differing keys that the terminal prints; all are on the page
-_PILLS = {"healthy": "good", "watch": "watch", "unhealthy": "bad"}
 _STYLES = {"healthy": "green", "watch": "yellow", "unhealthy": "bold red"}
 _GAP = {metric.name: metric for metric in GAP_METRICS}
 
@@ -123,8 +120,8 @@ def _final(groups: Sequence[Group], recipes: Differences, metric: str) -> Final:
     elif tasks:
         said = f"Not compared: the questions are not the same (different {listed(tasks)})."
     else:
-        said = distinguish(there)
-        if " above " in said and any(estimate is not None and len(group.runs) == 1 for group, estimate, _ in estimates):
+        said, differ = distinguish(there)
+        if differ and any(estimate is not None and len(group.runs) == 1 for group, estimate, _ in estimates):
             said += (
                 " Where a single run stands for a recipe, this is about the policy that it made: another seed may do "
                 "otherwise."
@@ -282,8 +279,7 @@ def phases(groups: Sequence[Group]) -> Plot:
 
 def _one_below_the_other(title: str, groups: Sequence[Group], across: str, draw_at: Callable[[Any, int], None]) -> str:
     """An SVG with a line for each group, drawn by ``draw_at(axes, place)``."""
-    with styled():
-        drawing = figure(5.6, 0.75 + 0.3 * len(groups))
+    with figure(5.6, 0.75 + 0.3 * len(groups)) as drawing:
         axes = drawing.subplots()
         for place in range(len(groups)):
             draw_at(axes, place)
@@ -307,23 +303,23 @@ def document(comparison: Comparison) -> str:
     drawn, missing = curves(groups)
     title = f"{len(runs)} runs compared"
     blocks = [
-        block("h1", title),
-        block("sub", " · ".join(group.title for group in groups)),
+        Heading(title, 1),
+        Sentence(" · ".join(group.title for group in groups), "sub"),
         _summary(comparison),
-        block("h2", "Runs"),
+        Heading("Runs"),
         *_runs(groups),
-        block("h2", "Final accuracy"),
+        Heading("Final accuracy"),
         *_finals(comparison),
-        block("h2", "Curves"),
-        page.plots(drawn),
-        *([block("note below", f"Logged by none of these runs: {', '.join(missing)}.")] if missing else []),
-        block("h2", "Gap between rollout and learner"),
+        Heading("Curves"),
+        Plots(drawn),
+        *([Sentence(f"Logged by none of these runs: {', '.join(missing)}.", "note below")] if missing else []),
+        Heading("Gap between rollout and learner"),
         *_gap(groups),
-        block("h2", "Time"),
-        block("sub", timing_note(comparison)),
-        page.plots([phases(groups)], "one"),
+        Heading("Time"),
+        Sentence(timing_note(comparison), "sub"),
+        Plots([phases(groups)], "one"),
         *_times(groups),
-        block("h2", "What differs"),
+        Heading("What differs"),
         _differences("recipe", "recipes", comparison.recipes, groups, [run.config is not None for run in runs]),
         _differences("environment", "environments", comparison.environments, groups, [bool(r.facts) for r in runs]),
         _differences("precision", "precision tables", comparison.precisions, groups, [bool(r.precision) for r in runs]),
@@ -333,12 +329,12 @@ def document(comparison: Comparison) -> str:
 
 def _summary(comparison: Comparison) -> Block:
     """The card at the top: what can be said, and what must be known first."""
-    lines: list[str] = [Markup("<b>{}.</b> {}").format(final.title, final.said) for final in comparison.finals]
+    lines: list[str] = [page.joined((page.strong(f"{final.title}."), " ", final.said)) for final in comparison.finals]
     lines += comparison_warnings(comparison)
     unwell = [run.name for run in comparison.runs if run.judgement.kind == "unhealthy"]
     if unwell:
         lines.append(f"Unhealthy: {', '.join(unwell)}; the reasons are below.")
-    return block("verdict", level="", headline="What can be said", lines=lines)
+    return Banner("What can be said", lines=lines)
 
 
 def _runs(groups: Sequence[Group]) -> list[Block]:
@@ -348,7 +344,7 @@ def _runs(groups: Sequence[Group]) -> list[Block]:
         "Overflows: backward passes whose gradient overflowed; retries: those redone at a lower scale; given up: "
         "optimiser steps not taken. In all steps of the run."
     )
-    return [page.table(header, lines, ("n", "v", *"nnnnnn", "")), block("note below", note)]
+    return [Table(header, lines, ("n", "v", *"nnnnnn", "")), Sentence(note, "note below")]
 
 
 def _run(group: Group, run: Run) -> list[Any]:
@@ -360,15 +356,15 @@ def _run(group: Group, run: Run) -> list[Any]:
     changed = _resumed_elsewhere(run)
     if changed:
         reasons.append(f"Resumed where this had changed: {', '.join(changed)}.")
-    health = pill(_PILLS[judged.kind], judged.kind)
+    health = page.pill(judged.kind, judged.kind)
     return [
         page.Key(group.colour, group.dash, group.label),
         run.name,
         "-" if run.seed is None else str(run.seed),
         _progress(run),
-        *(NOT_LOGGED if (number := total(run, name)) is None else f"{number:,}" for name in _EVENTS),
-        ("none" if scale[-1] == 1 else scale_text(scale[-1])) if scale else NOT_LOGGED,
-        noted(health, " ".join(reasons)) if reasons else health,
+        *(page.NOT_LOGGED if (number := total(run, name)) is None else f"{number:,}" for name in _EVENTS),
+        ("none" if scale[-1] == 1 else page.scale_text(scale[-1])) if scale else page.NOT_LOGGED,
+        page.noted(health, " ".join(reasons)) if reasons else health,
     ]
 
 
@@ -389,16 +385,16 @@ def _finals(comparison: Comparison) -> list[Block]:
         "it errs on the wide side. t: Student's, over seeds. Results are called different only where their intervals "
         "do not overlap. Training accuracy is of those steps' own problems, sampled, while the policy still changed."
     )
-    gallery = [page.plots(drawn)] if drawn else []
-    return [*gallery, page.table(header, lines, "v" * len(header), "gap"), block("note below", note)]
+    gallery = [Plots(drawn)] if drawn else []
+    return [*gallery, Table(header, lines, "v" * len(header), "gap"), Sentence(note, "note below")]
 
 
-def _estimate(estimate: Estimate | None, steps: Sequence[int]) -> Markup:
+def _estimate(estimate: Estimate | None, steps: Sequence[int]) -> str:
     if estimate is None:
-        return NOT_LOGGED
+        return page.NOT_LOGGED
     at = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    value = Markup("<b>{:.3f}</b> &nbsp;{}").format(estimate.value, estimate.interval)
-    return noted(value, f"{estimate.how}; {at}")
+    value = page.joined((page.strong(f"{estimate.value:.3f}"), f" \N{NO-BREAK SPACE}{estimate.interval}"))
+    return page.noted(value, f"{estimate.how}; {at}")
 
 
 def _gap(groups: Sequence[Group]) -> list[Block]:
@@ -410,30 +406,30 @@ def _gap(groups: Sequence[Group]) -> list[Block]:
             continue
         cells = [_ends(metric, group, both, len(groups)) for group, both in zip(groups, ends, strict=True)]
         wanted = f"; healthy: {metric.healthy_text}" if metric.gated else ""
-        lines.append([noted(code(metric.name), metric.unit + wanted), *cells])
+        lines.append([page.noted(page.code(metric.name), metric.unit + wanted), *cells])
     if not lines:
-        return [block("note", "No run logged a gap metric.")]
+        return [Sentence("No run logged a gap metric.")]
     note = f"Each cell: mean over the first {ENDS} steps → mean over the last {ENDS}; over seeds, the mean of theirs."
     if min(run.last_step for group in groups for run in group.runs) < 2 * ENDS:
         note += f" Runs of fewer than {2 * ENDS} steps count some steps in both."
     note += " Marked (!): not in the healthy range of the gates."
     if missing:
         note += f" Logged by none: {', '.join(missing)}."
-    table = page.table(["metric", *_heads(groups)], lines, "n" * (1 + len(groups)))
-    return [table, block("note below", note)]
+    table = Table(["metric", *_heads(groups)], lines, "n" * (1 + len(groups)))
+    return [table, Sentence(note, "note below")]
 
 
-def _ends(metric: Metric, group: Group, both: Ends | None, groups: int) -> Markup:
+def _ends(metric: Metric, group: Group, both: Ends | None, groups: int) -> str:
     if both is None:
-        return NOT_LOGGED
-    fold = Markup(" " if groups <= _ON_ONE_LINE else "<br>")
-    cell = Markup("{}{}→ {}").format(_marked(metric, both.first), fold, _marked(metric, both.last))
-    return noted(cell, f"{both.runs} of {len(group.runs)} runs") if both.runs < len(group.runs) else cell
+        return page.NOT_LOGGED
+    fold = " " if groups <= _ON_ONE_LINE else page.BREAK
+    cell = page.joined((_marked(metric, both.first), fold, "→ ", _marked(metric, both.last)))
+    return page.noted(cell, f"{both.runs} of {len(group.runs)} runs") if both.runs < len(group.runs) else cell
 
 
 def _marked(metric: Metric, value: float) -> str:
     shown = small(value) if abs(value) < 0.01 else f"{value:.4g}"
-    return shown if metric.is_healthy(value) else pill("bad", f"{shown} (!)")
+    return shown if metric.is_healthy(value) else page.pill("unhealthy", f"{shown} (!)")
 
 
 def _times(groups: Sequence[Group]) -> list[Block]:
@@ -452,13 +448,13 @@ def _times(groups: Sequence[Group]) -> list[Block]:
         found = [dict.fromkeys(run.facts[name] for run in group.runs if name in run.facts) for group in groups]
         rows[name] = [", ".join(values) or None for values in found]
     lines = [
-        [name, *(NOT_LOGGED if cell is None else cell for cell in cells)]
+        [name, *(page.NOT_LOGGED if cell is None else cell for cell in cells)]
         for name, cells in rows.items()
         if any(cell is not None for cell in cells)
     ]
     note = "Means over steps, and over seeds; rates are medians over steps. The warm start is not timed."
-    table = page.table(["", *_heads(groups)], lines, ("n", *("v" for _ in groups)), "gap")
-    return [table, block("note below", note)]
+    table = Table(["", *_heads(groups)], lines, ("n", *("v" for _ in groups)), "gap")
+    return [table, Sentence(note, "note below")]
 
 
 def _duration(value: float | None) -> str | None:
@@ -470,13 +466,12 @@ def _differences(
 ) -> Block:
     """A table of what differs, or a sentence. ``recorded``: which runs have such a thing at all."""
     if not any(recorded):
-        return block("note below", f"No run recorded its {kind}.")
+        return Sentence(f"No run recorded its {kind}.", "note below")
     if not found:
         which = "" if all(recorded) else f" of the {sum(recorded)} runs that recorded one"
-        return block("note below", f"The {plural}{which} are equal.")
-    missing = Markup('<span class="note">not recorded</span>')
-    lines = [[code(name), *(value or missing for value in values)] for name, values in found.items()]
-    return page.table([kind, *_heads(groups)], lines, ("n", *("v" for _ in groups)), "gap")
+        return Sentence(f"The {plural}{which} are equal.", "note below")
+    lines = [[page.code(name), *(value or page.NOT_RECORDED for value in values)] for name, values in found.items()]
+    return Table([kind, *_heads(groups)], lines, ("n", *("v" for _ in groups)), "gap")
 
 
 # The terminal.
@@ -511,13 +506,9 @@ def show(comparison: Comparison, console: Console) -> None:
 
 
 def _print(console: Console, title: str, header: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in header:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
+    cells = ([cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in rows)
     console.print(Text(f"\n{title}", style="bold"))
-    console.print(table)
+    console.print(page.terminal(header, cells, padding=(0, 1), pad_edge=False, header_style="dim"))
 
 
 def _run_row(group: Group, run: Run) -> tuple[str | Text, ...]:

@@ -6,31 +6,28 @@ Built from ``gap.jsonl`` (a row a pair of formats) and ``completions.jsonl`` (ev
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 
-from mantissa.base.bounds import describe_error, number, require_plain
+from mantissa.base.bounds import describe_error
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import write_atomically
-from mantissa.base.jsonl import from_words
-from mantissa.base.readers.json import read_rows
 from mantissa.mismatch.tables import GAP_FIGURES
 from mantissa.runs import page
 from mantissa.runs.health import small
 from mantissa.runs.live import duration
 from mantissa.runs.metrics import Array, token_logps
-from mantissa.runs.page import Block, block, code, noted
-from mantissa.runs.plots import COLOURS, DASHES, Dash, Line, Plot, agreement, chart, figure, styled, to_svg
+from mantissa.runs.page import Block, Folded, Heading, Plots, Sentence, Table
+from mantissa.runs.plots import COLOURS, DASHES, Dash, Line, Plot, agreement, chart, figure, to_svg
+from mantissa.runs.rows import Good, Row, every, is_count, is_duration, is_figure, is_text, maybe, read, require_like
 
 FOLDER, ROWS, COMPLETIONS, PAGE = "gap", "gap.jsonl", "completions.jsonl", "gap.html"
-Rows = Sequence[dict[str, Any]]
+Rows = Sequence[Row]
 _PANELS = 6  # of the scatter in one line
 TITLES = {
     "abs_logp_diff_mean": "mean |Δ log-prob|",
@@ -83,59 +80,31 @@ def read_gap(folder: Path) -> GapRows | None:
     if not (folder / ROWS).is_file():
         return None
     try:
-        rows, completions = ([from_words(row) for row in read_rows(folder / name)] for name in (ROWS, COMPLETIONS))
+        rows, completions = (read(folder / name) for name in (ROWS, COMPLETIONS))
     except (OSError, ValueError) as error:
         raise MantissaError(
             f"{folder}: its rows cannot be read ({describe_error(error)}); delete the folder and measure again"
         ) from None
     for name, found, expected in ((ROWS, rows, _ROW), (COMPLETIONS, completions, _COMPLETION)):
         for place, row in enumerate(found, start=1):
-            where = f"{folder / name}, line {place}"
-            require_plain(row, where)
-            wrong = "the row" if not isinstance(row, dict) else _unlike(row, expected)
-            if wrong:
-                raise MantissaError(
-                    f"{where}: {wrong} is not what mantissa gap writes; delete the folder and measure again"
-                )
+            writer = "mantissa gap writes; delete the folder and measure again"
+            require_like(row, expected, f"{folder / name}, line {place}", writer)
     return GapRows(rows, completions) if rows else None
 
 
-def _unlike(row: dict[str, Any], expected: Mapping[str, Callable[[Any], bool]]) -> str:
-    """The first field of a row that is not as expected; empty where all are."""
-    return next((name for name, good in expected.items() if not good(row.get(name))), "")
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _count(value: Any) -> bool:
-    return number(value, 0, 2**63, whole=True)
-
-
-def _figure(value: Any) -> bool:
-    return number(value, -math.inf, math.inf) or (isinstance(value, float) and not math.isfinite(value))
-
-
-def _maybe(good: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or good(value)
-
-
-def _logps(value: Any) -> bool:
-    return isinstance(value, list) and all(_maybe(_figure)(each) for each in value)
-
-
 _COUNTS = ("prompts", "completions", "max_tokens", "threads", "tokens")
-_ROW: dict[str, Callable[[Any], bool]] = (
-    dict.fromkeys(("model", "pair", "kernels", "engine", "device", "evidence", "interval_over"), _text)
-    | dict.fromkeys(("emulated", "weights", "requested"), _maybe(_text))
-    | dict.fromkeys(_COUNTS, _count)
-    | dict.fromkeys(("differing", "nonfinite"), _maybe(_count))
-    | dict.fromkeys(("parameters", "temperature", "sample_seconds", "score_seconds"), lambda value: number(value, 0))
-    | dict.fromkeys(TITLES, _figure)
-    | dict.fromkeys((f"{name}_{end}" for name in TITLES for end in ("low", "high")), _maybe(_figure))
+_ROW: dict[str, Good] = (
+    dict.fromkeys(("model", "pair", "kernels", "engine", "device", "evidence", "interval_over"), is_text)
+    | dict.fromkeys(("emulated", "weights", "requested"), maybe(is_text))
+    | dict.fromkeys(_COUNTS, is_count)
+    | dict.fromkeys(("differing", "nonfinite"), maybe(is_count))
+    | dict.fromkeys(("parameters", "temperature", "sample_seconds", "score_seconds"), is_duration)
+    | dict.fromkeys(TITLES, is_figure)
+    | dict.fromkeys((f"{name}_{end}" for name in TITLES for end in ("low", "high")), maybe(is_figure))
 )
-_COMPLETION: dict[str, Callable[[Any], bool]] = {"pair": _text, "rollout_logp": _logps, "learner_logp": _logps}
+_COMPLETION: dict[str, Good] = {"pair": is_text} | dict.fromkeys(
+    ("rollout_logp", "learner_logp"), every(maybe(is_figure))
+)
 
 
 def figure_text(row: dict[str, Any], name: str) -> tuple[str, str]:
@@ -165,11 +134,11 @@ def gap_table(found: GapRows) -> Block:
     """One line a pair: each figure with its interval."""
     lines = []
     for row in found.rows:
-        cells = [noted(*figure_text(row, name)) for name in TITLES]
-        lines.append([noted(Markup("<strong>{}</strong>").format(row["pair"]), row["kernels"]), *cells,
+        cells = [page.noted(*figure_text(row, name)) for name in TITLES]
+        lines.append([page.noted(page.strong(row["pair"]), row["kernels"]), *cells,
                       f"{row['tokens']:,}"])  # fmt: skip
-    titles = (Markup('<abbr title="{}">{}</abbr>').format(MEANINGS[name], title) for name, title in TITLES.items())
-    return page.table(("learner/rollout", *titles, "tokens"), lines)
+    titles = (page.explained(MEANINGS[name], title) for name, title in TITLES.items())
+    return Table(("learner/rollout", *titles, "tokens"), lines)
 
 
 def gap_note(found: GapRows) -> str:
@@ -222,17 +191,17 @@ def write_gap_page(folder: Path) -> Path:
     """Write ``gap.html`` beside the rows; returns its path."""
     found = read_gap(folder)
     assert found is not None, "rows are written first"
-    figures = page.table(("name", "column", "unit", "formula"),
-                         [[code(f.name), TITLES[f.name], f.unit, f.formula] for f in GAP_FIGURES])  # fmt: skip
-    evidence = page.table(("learner/rollout", "evidence"), [[row["pair"], row["evidence"]] for row in found.rows])
+    figures = Table(("name", "column", "unit", "formula"),
+                         [[page.code(f.name), TITLES[f.name], f.unit, f.formula] for f in GAP_FIGURES])  # fmt: skip
+    evidence = Table(("learner/rollout", "evidence"), [[row["pair"], row["evidence"]] for row in found.rows])
     blocks = [
-        block("h1", found.title),
+        Heading(found.title, 1),
         *_measured(found),
-        block("h2", "Curves"),
-        page.plots(over_position(found.completions)),
-        page.plots([scatter(found.completions)], "gap"),
-        block("folded", title="What each figure means", blocks=[figures]),
-        block("folded", title="Kernels", blocks=[evidence]),
+        Heading("Curves"),
+        Plots(over_position(found.completions)),
+        Plots([scatter(found.completions)], "gap"),
+        Folded("What each figure means", [figures]),
+        Folded("Kernels", [evidence]),
     ]
     path = folder / PAGE
     write_atomically(path, page.render(found.title, blocks))
@@ -245,22 +214,22 @@ def gap_head(run: Path, learning: Plot) -> list[Block]:
     try:
         found = read_gap(run / FOLDER)
     except MantissaError as error:
-        return [block("note", str(error)), page.plots([learning])]
+        return [Sentence(str(error)), Plots([learning])]
     if found is None:
         return []
     return [
-        block("h2", found.title),
+        Heading(found.title),
         *_measured(found),
-        page.plots([over_position(found.completions)[0], learning], "plots gap"),
-        page.plots([scatter(found.completions)], "gap"),
-        block("h2", "The run"),
+        Plots([over_position(found.completions)[0], learning], "plots gap"),
+        Plots([scatter(found.completions)], "gap"),
+        Heading("The run"),
     ]
 
 
 def _measured(found: GapRows) -> list[Block]:
     said = independent(found)
-    agreed = [block("note gap", said)] if said else []
-    return [block("sub", found.where), gap_table(found), *agreed, block("note gap", gap_note(found))]
+    agreed = [Sentence(said, "note gap")] if said else []
+    return [Sentence(found.where, "sub"), gap_table(found), *agreed, Sentence(gap_note(found), "note gap")]
 
 
 def by_position(completions: Rows) -> tuple[Array, Array, Array]:
@@ -326,9 +295,8 @@ def scatter(completions: Rows) -> Plot:
     seen = [both for name, both in pairs.items() if name not in words]
     low = min(float(min(rollout.min(), learner.min())) for rollout, learner in seen) / np.log(10)
     low = min(low, -1.0)
-    with styled():
-        lines = -(-len(pairs) // _PANELS)
-        drawing = figure(1.95 * _PANELS, 2.25 * lines)
+    lines = -(-len(pairs) // _PANELS)
+    with figure(1.95 * _PANELS, 2.25 * lines) as drawing:
         panels = drawing.subplots(lines, _PANELS, sharex=True, sharey=True, squeeze=False).flatten()
         looks = _looks(pairs)
         for axes, (name, (rollout, learner)) in zip(panels, pairs.items(), strict=False):

@@ -92,7 +92,8 @@ class Run:
         """By role: the active format and its kernels, and what was asked for where that is something else."""
         table = self.environment.get("precision")
         rows = [row for row in table if isinstance(row, dict)] if isinstance(table, list) else []
-        return {str(row.get("role")): _format(row) for row in rows}
+        followed = {f"as {row.get('role')}" for row in rows}
+        return {str(row.get("role")): _format(row, followed) for row in rows}
 
 
 @dataclass(frozen=True)
@@ -225,10 +226,10 @@ def _facts(environment: Mapping[str, Any]) -> dict[str, str]:
     return facts
 
 
-def _format(row: Mapping[str, Any]) -> str:
+def _format(row: Mapping[str, Any], followed: set[str]) -> str:
+    """``followed``: what a role is asked for that is to be as another."""
     active, requested = row.get("active"), row.get("requested")
-    as_asked = requested in (active, None) or str(requested).startswith("as ")  # such as: as rollout
-    asked = "" if as_asked else f", asked for {requested}"
+    asked = "" if requested in (active, None, *followed) else f", asked for {requested}"
     return f"{active}, {row.get('kernels')}{asked}" if row.get("kernels") else f"{active}{asked}"
 
 

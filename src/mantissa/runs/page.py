@@ -1,7 +1,7 @@
-"""The one page that the report, the comparison and the gap are shown on: blocks, rendered by ``page.html``.
+"""The one page that everything is shown on: typed blocks, rendered by ``page.html``, and the same tables on a terminal.
 
 The page loads nothing: no script, no font, no image from anywhere; its content policy forbids even trying. What is put
-into it is escaped, whatever it is, unless it is ``Markup`` made here.
+into it is escaped, whatever it is, unless it is ``Markup``, which is made here alone.
 """
 
 from __future__ import annotations
@@ -15,33 +15,120 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
+from mantissa.runs.health import Health
 from mantissa.runs.live import power_of_two
 from mantissa.runs.plots import VARIABLES, Dash, Plot
 
 if TYPE_CHECKING:
     from jinja2 import Template
+    from rich.table import Table as TerminalTable
 
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ufffe\uffff\ud800-\udfff]")
-Block = dict[str, Any]
-code = Markup("<code>{}</code>").format
-noted = Markup('{}<div class="note">{}</div>').format  # a cell, and what is said below it
-NOT_LOGGED = Markup('<span class="note">not logged</span>')
+
+
+class Block:
+    """One block of a page; ``page.html`` shows each by its ``kind``."""
+
+    @property
+    def kind(self) -> str:
+        return type(self).__name__
 
 
 @dataclass(frozen=True)
-class Key:
-    """A cell that names a line of the figures, with a sample of it."""
+class Heading(Block):
+    """The page's title (``level`` 1), or a part's."""
 
-    colour: str
-    dash: Dash
-    label: str
+    text: str
+    level: int = 2
 
 
-def printable(value: Any) -> Any:
-    """Text with a mark in place of each control character or lone surrogate; other values as they are."""
-    if not isinstance(value, str):
-        return value
-    return type(value)(_UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", value))
+@dataclass(frozen=True)
+class Sentence(Block):
+    """A line of text: ``sub`` below a heading, else a ``note``, which may have room above it (``gap``, ``below``)."""
+
+    text: str
+    look: str = "note"
+
+
+@dataclass(frozen=True)
+class Verbatim(Block):
+    """Text as it is, line by line."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Banner(Block):
+    """The verdict, and what goes with it; in no colour without a ``health``."""
+
+    headline: str
+    lines: Sequence[str] = ()
+    health: Health | None = None
+
+
+@dataclass(frozen=True)
+class KeyNumbers(Block):
+    """Each a label, a number and a note."""
+
+    numbers: Sequence[tuple[str, str, str]]
+
+
+@dataclass(frozen=True)
+class Table(Block):
+    """Cells: text, ``Markup``, or a ``Key``.
+
+    ``kinds``: each column's class, ``""`` prose, ``"n"`` kept on one line, ``"v"`` narrow and folded; without it prose
+    columns go by their names.
+    """
+
+    header: Sequence[Any]
+    rows: Sequence[Sequence[Any]]
+    kinds: Sequence[str] = ()
+    place: str = ""
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return self.kinds or ["" if name in ("reason", "formula", "source") else "n" for name in self.header]
+
+
+@dataclass(frozen=True)
+class Plots(Block):
+    """Figures with their titles, what they say, and their legends."""
+
+    plots: Sequence[Plot]
+    place: str = "plots"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A completion. ``mark``: how it is judged, in a word."""
+
+    mark: Markup
+    facts: Sequence[str]
+    prompt: str
+    completion: str
+    answer: str
+    error: str
+
+
+@dataclass(frozen=True)
+class Samples(Block):
+    """Completions beside each other."""
+
+    samples: Sequence[Sample]
+
+
+@dataclass(frozen=True)
+class Folded(Block):
+    """Blocks below a title that opens them."""
+
+    title: str
+    blocks: Sequence[Block]
+
+
+def render(title: str, blocks: Iterable[Block]) -> str:
+    """The whole document."""
+    return _template().render(title=title, blocks=list(blocks), variables=VARIABLES)
 
 
 @functools.cache
@@ -53,34 +140,34 @@ def _template() -> Template:
     return environment.get_template("page.html")
 
 
-def render(title: str, blocks: Iterable[Block]) -> str:
-    """The whole document."""
-    return _template().render(title=title, blocks=list(blocks), variables=VARIABLES)
+def printable(value: Any) -> Any:
+    """Text with a mark in place of each control character or lone surrogate; other values as they are."""
+    if not isinstance(value, str):
+        return value
+    return type(value)(_UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", value))
 
 
-def block(kind: str, text: str = "", **data: Any) -> Block:
-    """One block: ``h1``, ``h2``, ``sub``, ``note``, ``pre`` (``text``), or a kind of ``page.html`` with its data."""
-    return {"kind": kind, "text": text} | data
+# What stands in cells and sentences.
 
 
-def table(header: Sequence[Any], rows: Iterable[Sequence[Any]], kinds: Sequence[str] = (), place: str = "") -> Block:
-    """A table of cells: text, ``Markup``, or a ``Key``.
+@dataclass(frozen=True)
+class Key:
+    """A cell that names a line of the figures, with a sample of it."""
 
-    ``kinds``: each column's class, ``""`` prose, ``"n"`` kept on one line, ``"v"`` narrow and folded; without it prose
-    columns go by their names.
-    """
-    kinds = kinds or ["" if name in ("reason", "formula", "source") else "n" for name in header]
-    return block("table", header=header, rows=list(rows), kinds=kinds, place=place)
-
-
-def plots(drawn: Sequence[Plot], place: str = "plots") -> Block:
-    """Figures with their titles, what they say, and their legends."""
-    return block("plots", plots=drawn, place=place)
+    colour: str
+    dash: Dash
+    label: str
 
 
-def pill(kind: str, word: str) -> Markup:
-    """A coloured word: ``good``, ``watch`` or ``bad``."""
-    return Markup('<span class="pill {}">{}</span>').format(kind, word)
+code = Markup("<code>{}</code>").format
+strong = Markup("<strong>{}</strong>").format
+noted = Markup('{}<div class="note">{}</div>').format  # a cell, and what is said below it
+explained = Markup('<abbr title="{}">{}</abbr>').format  # what a name means, and the name
+link = Markup('<a href="{}">{}</a>').format
+pill = Markup('<span class="pill {}">{}</span>').format  # a health's colour, and a word
+joined = Markup("").join
+BREAK = Markup("<br>")
+NOT_LOGGED, NOT_RECORDED = map(Markup('<span class="note">{}</span>').format, ("not logged", "not recorded"))
 
 
 def scale_text(value: float) -> str:
@@ -95,3 +182,16 @@ def shortened(value: str, limit: int) -> str:
         return value
     half = limit // 2
     return f"{value[:half]} [... {len(value) - 2 * half:,} characters left out ...] {value[-half:]}"
+
+
+def terminal(header: Sequence[Any], rows: Iterable[Sequence[Any]], **look: Any) -> TerminalTable:
+    """The same table for a console that takes text as it is (``markup=False``), without lines. Nothing is cut: what is
+    too long for its column goes on in the next line."""
+    from rich.table import Table as TerminalTable
+
+    table = TerminalTable(*header, **{"box": None, "padding": (0, 2, 0, 0)} | look)
+    for column in table.columns:
+        column.overflow = "fold"
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -104,23 +104,24 @@ class Line:
 
 
 @contextmanager
-def styled(printed: bool = False) -> Iterator[None]:
-    """The house style, for the drawing of a figure; ``printed``: in colours of its own, for a file without a page."""
-    import matplotlib
-
-    colours = _PRINTED if printed else {}
-    with matplotlib.rc_context({key: colours.get(value, value) for key, value in _STYLE.items()}):
-        yield
-
-
-def figure(width: float = 5.6, height: float = 2.7) -> Figure:
-    """An empty figure, in inches, outside pyplot's global state."""
+def figure(width: float = 5.6, height: float = 2.7, printed: bool = False) -> Iterator[Figure]:
+    """An empty figure, in inches, outside pyplot's global state, to be drawn in the house style; ``printed``: in
+    colours of its own, for a file without a page."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    drawing = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasSVG(drawing)
-    return drawing
+    with _styled(_PRINTED if printed else {}):
+        drawing = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasSVG(drawing)
+        yield drawing
+
+
+@contextmanager
+def _styled(colours: Mapping[Any, str]) -> Iterator[None]:
+    import matplotlib
+
+    with matplotlib.rc_context({key: colours.get(value, value) for key, value in _STYLE.items()}):
+        yield
 
 
 def step_axis(axes: Axes, label: str = "step", ticks: int = 8) -> None:
@@ -139,7 +140,7 @@ def to_svg(drawing: Figure, title: str, name: str = "") -> str:
     """The figure as an ``<svg>`` element. ``title``: what a screen reader says; ``name`` (or it) prefixes ids."""
     name = name or re.sub("[^a-z0-9]+", "-", title.lower()).strip("-")
     buffer = io.StringIO()
-    with styled():
+    with _styled({}):
         drawing.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
@@ -217,8 +218,7 @@ def chart(title: str, note: str, lines: Sequence[Line], unit: str, axis: Axis = 
         return Plot(title, none)
     if not any((line.y > 0).any() if axis == "log" else _seen(line) for line in lines):
         return Plot(title, zero)
-    with styled():
-        drawing = figure(5.6, height)
+    with figure(5.6, height) as drawing:
         axes = drawing.subplots()
         if draw(axes, lines, axis, **style):
             note += " Open circles on the floor are exact zeros."
@@ -263,8 +263,7 @@ def learning(rows: Rows, warm_start: Rows) -> Plot:
     if not any(map(_seen, (*trained, *held_out, *warm))):
         return Plot(title, "Exactly 0 throughout: no completion was right, and none was rewarded.")
     note = "Fractions of completions judged correct."
-    with styled():
-        drawing = figure(5.6, 2.9)
+    with figure(5.6, 2.9) as drawing:
         axes = drawing.subplots(1, 2, sharey=True, width_ratios=(1, 3)) if warm else [drawing.subplots()]
         main = axes[-1]
         draw(main, trained)
@@ -330,8 +329,7 @@ def probabilities(rollouts: Rows) -> Plot:
             title, f"{rollout.size:,} tokens of {span}: every log-prob is equal on both sides, to the last bit."
         )
     to_decades = 1 / np.log(10)
-    with styled():
-        drawing = figure(5.6, 2.9)
+    with figure(5.6, 2.9) as drawing:
         left, right = drawing.subplots(1, 2)
         low = float(min(rollout.min(), learner.min(), np.log(0.1))) * to_decades
         agreement(left, rollout, learner, low, BLUE, (6, 6))
@@ -359,8 +357,7 @@ def length_drift(rollouts: Rows) -> Plot:
     if not total.any():
         return Plot(title, f"The log-ratio of all {length.size:,} sequences is exactly 0.")
     line = fit_line(length, total)
-    with styled():
-        drawing = figure()
+    with figure() as drawing:
         axes = drawing.subplots()
         axes.axhline(0, color=MUTED, linewidth=0.8)
         keep = np.linspace(0, length.size - 1, min(length.size, 1500)).astype(int)
@@ -412,8 +409,7 @@ def ratio_parts(rows: Rows) -> Plot:
         return Plot(title, f"Exactly 0 at every step: neither learning nor kernels and formats moved a token.{none}")
     if held and not any(map(_seen, held)):
         held, note = [], f"{note} Nothing was clipped at any step, so there is no curve of it."
-    with styled():
-        drawing = figure()
+    with figure() as drawing:
         ratios = (1.5, 1)[: 1 + bool(held)]
         top, *below = drawing.subplots(len(ratios), 1, sharex=True, height_ratios=ratios, squeeze=False)[:, 0]
         draw(top, parts, "log")
@@ -438,8 +434,7 @@ def scaling(rows: Rows) -> Plot:
     if quiet and (scale[0].y == 1).all():
         return Plot(title, "The loss is not scaled (scale 1 at every step), and no backward pass overflowed.")
     totals = ", ".join(f"{line.label} {int(line.y.sum())}" for line in reversed(events))
-    with styled():
-        drawing = figure()
+    with figure() as drawing:
         ratios = (1,) if quiet else (2.4, 1)
         top, *below = drawing.subplots(len(ratios), 1, sharex=True, height_ratios=ratios, squeeze=False)[:, 0]
         draw(top, scale, "power of two")
@@ -462,8 +457,7 @@ def time_by_phase(rows: Rows) -> Plot:
     times = phase_times(rows)
     if times is None:
         return Plot(title, "No times were logged.")
-    with styled():
-        drawing = figure()
+    with figure() as drawing:
         axes = drawing.subplots()
         bottom = np.zeros_like(times.steps)
         width = 0.9 * (times.per_bar if times.steps.size > 1 else 0.3)

@@ -14,21 +14,33 @@ from typing import Any
 
 import numpy as np
 import yaml
-from markupsafe import Markup
 
 from mantissa.base.files import own, write_atomically
 from mantissa.base.readers.json import as_json
 from mantissa.runs import page, plots
 from mantissa.runs.directory import RunDirectory, planned_steps
 from mantissa.runs.gap_page import gap_head
-from mantissa.runs.health import Excursion, check, judge, number, sentence, share_sentence, share_text, small
+from mantissa.runs.health import Excursion, Health, check, judge, number, sentence, share_sentence, share_text, small
 from mantissa.runs.live import count, duration
 from mantissa.runs.metrics import METRICS, PHASES, ends, recent_rollouts, sequence_log_ratios, series, where_measured
-from mantissa.runs.page import Block, block, code, pill, scale_text, shortened
+from mantissa.runs.page import (
+    Banner,
+    Block,
+    Folded,
+    Heading,
+    KeyNumbers,
+    Plots,
+    Sample,
+    Samples,
+    Sentence,
+    Table,
+    Verbatim,
+)
 from mantissa.runs.plots import BLUE, BROWN, GREEN, ORANGE, PINK, PURPLE, TEAL, Line, Plot, chart, lines_of
 
 Rows = Sequence[dict[str, Any]]
 _SAMPLES = 3  # of each kind: right, wrong
+_OUT = {True: page.pill("unhealthy", "out of range"), False: page.pill("watch", "brief")}  # by whether it is serious
 # Of two policies: the game's lines (those of first answers and of held-out requests are dashed), and what both log.
 _GAME = {"waltz/attack_success": ORANGE, "waltz/over_refusal": BLUE}
 _FIRST = {"waltz/first_attack_success": BROWN, "waltz/first_over_refusal": TEAL}
@@ -57,21 +69,21 @@ def build_report(run: RunDirectory) -> Path:
     name = run.path.resolve().name
     recipe, where = _yaml(config), _environment_text(environment)
     blocks = [
-        block("h1", name),
-        block("sub", _subtitle(rows, config, environment)),
+        Heading(name, 1),
+        Sentence(_subtitle(rows, config, environment), "sub"),
         _verdict(rows, excursions, config, environment),
         *head,
-        block("cards", cards=_cards(rows)),
+        KeyNumbers(_cards(rows)),
         *_game(run, rows),
         *_excursions(excursions),
         *_doctor(run),
         *_precision(environment),
-        block("h2", "Curves"),
-        page.plots(drawn if head else [learning, *drawn]),
+        Heading("Curves"),
+        Plots(drawn if head else [learning, *drawn]),
         *_samples(rollouts),
-        block("folded", title="Recipe", blocks=[block("pre", recipe)]),
-        block("folded", title="Environment", blocks=[block("pre", where)]),
-        block("folded", title="What each metric means", blocks=[_glossary(rows)]),
+        Folded("Recipe", [Verbatim(recipe)]),
+        Folded("Environment", [Verbatim(where)]),
+        Folded("What each metric means", [_glossary(rows)]),
     ]
     write_atomically(run.report_path, page.render(name, blocks))
     if (inner := run.inner_run) is not None:
@@ -110,7 +122,7 @@ def _subtitle(rows: Rows, config: dict[str, Any], environment: dict[str, Any]) -
 def _verdict(rows: Rows, excursions: Sequence[Excursion], config: dict[str, Any], environment: dict[str, Any]) -> Block:
     """The banner: the verdict, and what else a person must know before reading on."""
     if not rows:
-        return block("verdict", level="watch", headline="No step has been finished", lines=[])
+        return Banner("No step has been finished", (), "watch")
     judged = judge(rows, excursions)
     said = [*judged.remarks, *map(_fell, environment.get("fell_back") or ()), *(sentence(f) for f in excursions[:4])]
     if len(excursions) > 4:
@@ -118,7 +130,7 @@ def _verdict(rows: Rows, excursions: Sequence[Excursion], config: dict[str, Any]
     planned, last = planned_steps(config), rows[-1]["step"]
     if planned and last < planned:
         said.append(f"The last finished step is {last} of {planned}: the run was stopped, or is still going on.")
-    return block("verdict", level=judged.kind, headline=judged.headline, lines=said)
+    return Banner(judged.headline, said, judged.kind)
 
 
 def _accuracy_card(rows: Rows) -> tuple[str, str, str]:
@@ -156,7 +168,7 @@ def _overflow_card(rows: Rows) -> tuple[str, str, str]:
     if scale.size == 0:
         return ("Overflows", "-", "not logged")
     note = f"{totals['retries']} retried, {totals['skipped']} optimiser steps given up; "
-    note += "no loss scaling" if scale[-1] == 1 else f"loss scale {scale_text(scale[-1])} at the end"
+    note += "no loss scaling" if scale[-1] == 1 else f"loss scale {page.scale_text(scale[-1])} at the end"
     return ("Overflows", str(totals["overflows"]), note)
 
 
@@ -180,7 +192,7 @@ def _excursions(excursions: Sequence[Excursion]) -> list[Block]:
         return []
     lines = [
         (
-            code(f.metric.name) + " " + (pill("bad", "out of range") if f.serious else pill("watch", "brief")),
+            page.joined((page.code(f.metric.name), " ", _OUT[f.serious])),
             f"{number(f.worst)} at step {f.worst_step}",
             number(f.last),
             f.metric.healthy_text or "finite",
@@ -190,7 +202,7 @@ def _excursions(excursions: Sequence[Excursion]) -> list[Block]:
         for f in excursions
     ]
     header = ("metric", "worst", "last", "healthy", "steps out", "formula")
-    return [block("h2", "Out of range"), page.table(header, lines)]
+    return [Heading("Out of range"), Table(header, lines)]
 
 
 def _doctor(run: RunDirectory) -> list[Block]:
@@ -202,12 +214,9 @@ def _doctor(run: RunDirectory) -> list[Block]:
     said = (
         f"a fault or too much at step{'s' if len(ill) > 1 else ''} {', '.join(ill)}" if ill else "none of them a fault"
     )
-    level = "unhealthy" if last.get("fault") else "healthy"
     lines = [f"{len(rows)} steps were diagnosed, {said}."]
-    return [
-        block("h2", "Doctor"),
-        block("verdict", level=level, headline=f"Step {last['step']}: {last['headline']}", lines=lines),
-    ]
+    health: Health = "unhealthy" if last.get("fault") else "healthy"
+    return [Heading("Doctor"), Banner(f"Step {last['step']}: {last['headline']}", lines, health)]
 
 
 def _game(run: RunDirectory, rows: Rows) -> list[Block]:
@@ -216,7 +225,7 @@ def _game(run: RunDirectory, rows: Rows) -> list[Block]:
     if inner is None:
         return []
     theirs = inner.read_metrics()
-    where = Markup('<a href="{}">its own page</a>').format(inner.report_path.relative_to(run.path))
+    where = page.link(inner.report_path.relative_to(run.path), "its own page")
     game = [*lines_of(rows, _GAME), *lines_of(rows, _FIRST, (5, 2)), *lines_of(rows, _HELD_OUT, (2, 2))]
     drawn = [
         _line_plot("Attack success and over-refusal", game, "fraction", "fraction"),
@@ -224,11 +233,11 @@ def _game(run: RunDirectory, rows: Rows) -> list[Block]:
         _line_plot("Improvement by feedback", lines_of(rows, {"waltz/dir_mean": GREEN}), "R_dir", "linear"),
     ]
     return [
-        block("h2", "The game"),
-        page.plots([*drawn, *_of_both(rows, theirs)]),
-        block("h2", "The feedback policy"),
-        block("sub", Markup("All of it is on {}; accuracy is of its labels.").format(where)),
-        block("cards", cards=_cards(theirs)),
+        Heading("The game"),
+        Plots([*drawn, *_of_both(rows, theirs)]),
+        Heading("The feedback policy"),
+        Sentence(page.joined(("All of it is on ", where, "; accuracy is of its labels.")), "sub"),
+        KeyNumbers(_cards(theirs)),
         *_samples(recent_rollouts(inner)),
     ]
 
@@ -255,14 +264,14 @@ def _precision(environment: dict[str, Any]) -> list[Block]:
     names = ("role", "requested", "active", "kernels", "reason")
 
     def table(rows: list[Any] | None) -> Block:
-        return page.table(names, [[str(row.get(name, "")) for name in names] for row in rows or []])
+        return Table(names, [[str(row.get(name, "")) for name in names] for row in rows or []])
 
     rows = [row for row in environment.get("precision") or [] if isinstance(row, dict)]
     if not rows:
-        return [block("h2", "Precision"), block("note", "The run recorded no precision table.")]
-    blocks = [block("h2", "Precision"), table(rows)]
+        return [Heading("Precision"), Sentence("The run recorded no precision table.")]
+    blocks = [Heading("Precision"), table(rows)]
     for fell in environment.get("fell_back") or []:
-        blocks += [block("sub", _fell(fell)), table(fell["environment"].get("precision"))]
+        blocks += [Sentence(_fell(fell), "sub"), table(fell["environment"].get("precision"))]
     return blocks
 
 
@@ -275,7 +284,7 @@ def _fell(fell: dict[str, Any]) -> str:
 def _samples(rollouts: Rows) -> list[Block]:
     """Some completions of the newest step: right ones, wrong ones, and those the verifier failed on."""
     if not rollouts:
-        return [block("h2", "Completions"), block("note", "No rollouts were kept.")]
+        return [Heading("Completions"), Sentence("No rollouts were kept.")]
     newest = max(row["step"] for row in rollouts)
     rows = [row for row in rollouts if row["step"] == newest]
     failed = [row for row in rows if row["error"]]
@@ -284,7 +293,7 @@ def _samples(rollouts: Rows) -> list[Block]:
     summary = f"Step {newest}: {len(right)} right, {len(wrong)} wrong"
     summary += f", {len(failed)} on which the verifier failed." if failed else "."
     samples = [_sample(row) for row in (*_spread(right), *_spread(wrong), *failed[:1])]
-    return [block("h2", "Completions"), block("sub", summary), block("samples", samples=samples)]
+    return [Heading("Completions"), Sentence(summary, "sub"), Samples(samples)]
 
 
 def _spread(rows: Rows) -> list[dict[str, Any]]:
@@ -297,16 +306,17 @@ def _spread(rows: Rows) -> list[dict[str, Any]]:
     return (distinct + rest)[:_SAMPLES]
 
 
-def _sample(row: dict[str, Any]) -> dict[str, Any]:
-    mark = ("watch", "verifier failed") if row["error"] else ("good", "right") if row["correct"] else ("bad", "wrong")
+def _sample(row: dict[str, Any]) -> Sample:
+    mark = ("healthy", "right") if row["correct"] else ("unhealthy", "wrong")
+    mark = ("watch", "verifier failed") if row["error"] else mark
     facts = [
         f"reward {row['reward']:g}",
         f"{row['length']} tokens, {'cut off' if row['finish_reason'] == 'length' else row['finish_reason']}",
         f"problem {row['problem_id']}, sample {row['sample']}",
     ]
     facts += [f"log-ratio {total:+.1e}" for total in sequence_log_ratios([row])[1]]
-    limits = {"prompt": 600, "completion": 1200, "answer": 200, "error": 400}
-    return {"pill": mark, "facts": facts} | {key: shortened(row[key] or "", limit) for key, limit in limits.items()}
+    limits = (("prompt", 600), ("completion", 1200), ("answer", 200), ("error", 400))
+    return Sample(page.pill(*mark), facts, *(page.shortened(row[key] or "", limit) for key, limit in limits))
 
 
 def _environment_text(environment: dict[str, Any]) -> str:
@@ -322,7 +332,7 @@ def _yaml(values: dict[str, Any]) -> str:
 def _glossary(rows: Rows) -> Block:
     last = {key: value for row in rows for key, value in row.items() if isinstance(value, int | float)}
     lines = [
-        (code(m.name), number(last[m.name]) if m.name in last else "", m.unit, m.healthy_text, m.formula, m.source)
+        (page.code(m.name), number(last[m.name]) if m.name in last else "", m.unit, m.healthy_text, m.formula, m.source)
         for m in METRICS
     ]
-    return page.table(("metric", "last", "unit", "healthy", "formula", "source"), lines)
+    return Table(("metric", "last", "unit", "healthy", "formula", "source"), lines)

@@ -35,11 +35,15 @@ _FIELDS = ("prompts", "responses", "response_mask", "rollout_log_probs")
 _NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def parse(asked: str) -> tuple[str, int]:
-    """``stop`` or ``warn``, and every how many steps: of ``stop``, ``warn:10``. ``MantissaError`` for anything else."""
+def parse(asked: str, written: str = "") -> tuple[str, int]:
+    """``stop`` or ``warn``, and every how many steps: of ``stop``, ``warn:10``. ``MantissaError`` for anything else.
+
+    ``written``: how it stands where it was asked for, if not as the key of verl's configuration.
+    """
     on_fault, _, every = str(asked).partition(":")
     if on_fault not in ("stop", "warn") or not (every or "25").isdecimal() or int(every or "25") < 1:
-        raise MantissaError(f"{KEY}={asked}: expected stop or warn, or one with a number of steps, such as stop:10")
+        written = written or f"{KEY}={asked}"
+        raise MantissaError(f"{written}: expected stop or warn, or one with a number of steps, such as stop:10")
     return on_fault, int(every or "25")
 
 

@@ -14,8 +14,8 @@ from mantissa.genesis.evolution.compare import RankingComparison, curve
 from mantissa.genesis.evolution.loop import EvolutionConfig, TaskResult
 from mantissa.genesis.worldmodel.scores import auroc
 from mantissa.runs import page
-from mantissa.runs.page import block
-from mantissa.runs.plots import BLUE, GREEN, GREY, MUTED, ORANGE, Line, Plot, chart, figure, step_axis, styled, to_svg
+from mantissa.runs.page import Banner, Folded, Heading, KeyNumbers, Plots, Sentence, Table, Verbatim
+from mantissa.runs.plots import BLUE, GREEN, GREY, MUTED, ORANGE, Line, Plot, chart, figure, step_axis, to_svg
 
 PAGE = "evolution.html"
 _TREES = 6
@@ -42,22 +42,22 @@ def write_page(folder: Path, config: EvolutionConfig, results: Sequence[TaskResu
     header = ("task", "start", "best", "held-out start", "held-out best", "executions", "solved at")
     title = "Evolution"
     blocks = [
-        block("h1", title),
-        block("sub", f"{config.proposer} · ranked by {_ranked(config)} · seed {config.seed} · pool of {config.pool}, "
-                     f"{config.run} executed a generation"),
-        block("cards", cards=cards),
-        block("h2", "Score by executions"),
-        page.plots([_score(by_task, config), *_ranking(by_task)]),
-        block("h2", "Tasks"),
-        page.table(header, rows, ["n"] * len(header)),
-        block("h2", "The trees"),
-        page.plots([tree(task, by_task[task]) for task in sorted(by_task, key=lambda t: -len(by_task[t]))[:_TREES]]),
-        block("h2", "The best programs"),
+        Heading(title, 1),
+        Sentence(f"{config.proposer} · ranked by {_ranked(config)} · seed {config.seed} · pool of {config.pool}, "
+                     f"{config.run} executed a generation", "sub"),
+        KeyNumbers(cards),
+        Heading("Score by executions"),
+        Plots([_score(by_task, config), *_ranking(by_task)]),
+        Heading("Tasks"),
+        Table(header, rows, ["n"] * len(header)),
+        Heading("The trees"),
+        Plots([tree(task, by_task[task]) for task in sorted(by_task, key=lambda t: -len(by_task[t]))[:_TREES]]),
+        Heading("The best programs"),
     ]  # fmt: skip
     for each in results:
         best = max(by_task[each.task], key=lambda c: (c.score, -c.number))
-        done = [block("note", " · ".join(best.actions) or "the start"), block("pre", best.source)]
-        blocks.append(block("folded", title=f"{each.task}: {each.best:.2f}", blocks=done))
+        done = [Sentence(" · ".join(best.actions) or "the start"), Verbatim(best.source)]
+        blocks.append(Folded(f"{each.task}: {each.best:.2f}", blocks=done))
     path = folder / PAGE
     write_atomically(path, page.render(title, blocks))
     return path
@@ -90,8 +90,7 @@ def _ranking(by_task: dict[str, list[Candidate]]) -> list[Plot]:
         f"{len(pairs):,} executions in tenths by predicted probability: how many scored above their parent. "
         f"Brier score {brier:.3f}, AUROC {area or 0:.3f}, among those that it chose itself."
     )
-    with styled():
-        drawing = figure()
+    with figure() as drawing:
         axes = drawing.subplots()
         axes.plot([0, 1], [0, 1], color=MUTED, linewidth=0.8, linestyle=(0, (4, 3)))
         axes.plot(said, came, "o-", color=ORANGE, markersize=4)
@@ -119,8 +118,7 @@ def tree(task: str, known: Sequence[Candidate]) -> Plot:
     while at.parents:
         at = by_number[at.parents[0]]
         way.append(at)
-    with styled():
-        drawing = figure()
+    with figure() as drawing:
         axes = drawing.subplots()
         for each in known:
             for parent in each.parents:
@@ -152,12 +150,12 @@ def write_comparison(folder: Path, config: EvolutionConfig, found: RankingCompar
     note = f"Mean over {tasks} tasks and {found.seeds} seeds; the band is one standard error over seeds."
     title = "Ranking by the world model against chance"
     blocks = [
-        block("h1", title),
-        block("verdict", level="healthy" if found.better else "watch", headline=found.verdict, lines=found.lines),
-        page.plots([chart("Best score", note, lines, "score", across="executions of a task", bottom=0, marker="")]),
-        page.table(("seed", *found.header), found.rows, ["n"] * (1 + len(found.header)), "gap"),
-        block("note", "Executions to solve: of a task that was not solved, all that it had."),
-        block("pre", " ".join(f"{name}={value}" for name, value in config.model_dump(exclude_defaults=True).items())),
+        Heading(title, 1),
+        Banner(found.verdict, found.lines, "healthy" if found.better else "watch"),
+        Plots([chart("Best score", note, lines, "score", across="executions of a task", bottom=0, marker="")]),
+        Table(("seed", *found.header), found.rows, ["n"] * (1 + len(found.header)), "gap"),
+        Sentence("Executions to solve: of a task that was not solved, all that it had."),
+        Verbatim(" ".join(f"{name}={value}" for name, value in config.model_dump(exclude_defaults=True).items())),
     ]
     path = folder / PAGE
     write_atomically(path, page.render(title, blocks))

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from mantissa.runs.tables import terminal
+from mantissa.runs.page import terminal
 
 
 def test_rows_stand_under_the_header_as_they_are() -> None:
