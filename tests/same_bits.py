@@ -38,7 +38,8 @@ RECIPE = {
 # adapters, low-precision masters, experts.
 RUNS: dict[str, tuple[str, ...]] = {
     "grpo": (),
-    "reference": ("algorithm.reference={}", "algorithm.kl={where: loss, coefficient: 0.1}", "precision=bf16", "rollout.engine=emulated"),
+    "reference": ("algorithm.reference={}",
+                  "algorithm.kl={where: loss, coefficient: 0.1}", "precision=bf16", "rollout.engine=emulated"),
     "critic": ("algorithm.advantage=gae", "algorithm.critic={lr: 0.001}", "precision=fp32"),
     "async": ("rollout.max_policy_lag=2", "algorithm.loss=cispo"),
     "exact": ("precision={preset: fp16, kernels: exact}",),
