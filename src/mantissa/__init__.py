@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from mantissa.base.device import be_deterministic
     from mantissa.base.seeds import derive_seed, generator, stream_slice
     from mantissa.dropin import GuardConfig, PrecisionTrainer
-    from mantissa.kernels import learner_kernels, rollout_kernels
+    from mantissa.kernels import Emulation, learner_kernels, resolve, rollout_kernels
     from mantissa.mismatch.metrics import gap_metrics
     from mantissa.model import policy_weights
-    from mantissa.precision import Emulation, PrecisionPolicy, resolve
+    from mantissa.precision import PrecisionPolicy
     from mantissa.rl import RunConfig, load_recipe, resume, start
     from mantissa.rl.assemble import load_policy
     from mantissa.rl.config.sections import ModelSource
@@ -48,10 +48,10 @@ _HOMES = {
     "base.device": ["be_deterministic"],
     "base.seeds": ["derive_seed", "generator", "stream_slice"],
     "dropin": ["GuardConfig", "PrecisionTrainer"],
-    "kernels": ["learner_kernels", "rollout_kernels"],
+    "kernels": ["Emulation", "learner_kernels", "resolve", "rollout_kernels"],
     "mismatch.metrics": ["gap_metrics"],
     "model": ["policy_weights"],
-    "precision": ["Emulation", "PrecisionPolicy", "resolve"],
+    "precision": ["PrecisionPolicy"],
     "rl": ["RunConfig", "load_recipe", "resume", "start"],
     "rl.assemble": ["load_policy"],
     "rl.engines": ["emulated"],

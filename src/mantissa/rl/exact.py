@@ -13,16 +13,18 @@ from mantissa.kernels import (
     ExactPlan,
     Kernels,
     ModelShapes,
+    ResolvedPrecision,
     Way,
     check_invariance,
     learner_kernels,
     plan_exact,
     probe,
     reference_kernels,
+    resolve,
     rollout_kernels,
 )
 from mantissa.model import Decoder
-from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
+from mantissa.precision import PrecisionPolicy
 from mantissa.rl.config.run import RunConfig
 from mantissa.rollout import RolloutEngine
 

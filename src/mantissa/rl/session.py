@@ -23,8 +23,8 @@ from mantissa.base.device import choose_device
 from mantissa.base.errors import MantissaError, StoppedError
 from mantissa.base.ranks import ALONE, Ranks, world_size
 from mantissa.dropin import ReferenceRun
-from mantissa.precision import resolve
-from mantissa.precision.cpu import CpuProducts
+from mantissa.kernels import resolve
+from mantissa.kernels.cpu import CpuProducts
 from mantissa.rl.assemble import Parts, assemble
 from mantissa.rl.config.recipe import apply_overrides, make_config
 from mantissa.rl.config.run import RunConfig
