@@ -24,9 +24,9 @@ import transformers
 from rows import append
 
 from mantissa.cli.machine import keep_freed_memory
-from mantissa.kernels import probe, rollout_kernels
+from mantissa.kernels import probe, resolve, rollout_kernels
 from mantissa.model import Decoder, load_model
-from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.precision import PrecisionPolicy
 from mantissa.rollout import NativeEngine, Request, SamplingParams
 
 PROMPT, NEW = 48, 12

@@ -27,9 +27,9 @@ from torch import Tensor
 from mantissa.base.device import be_deterministic
 from mantissa.bench.gap import encode, read_prompts
 from mantissa.bench.options import GapConfig
-from mantissa.kernels import EmulatedKernels, Kernels, SimulatedKernels, rollout_kernels
+from mantissa.kernels import EmulatedKernels, Emulation, Kernels, SimulatedKernels, resolve, rollout_kernels
 from mantissa.model import policy_weights
-from mantissa.precision import Emulation, PrecisionPolicy, format_named, resolve
+from mantissa.precision import PrecisionPolicy, format_named
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.config.sections import RolloutConfig
 from mantissa.rl.engines import build_engine, emulated, on_vllm

@@ -26,9 +26,9 @@ from rows import append
 from steps import decoder_config, spread
 
 from mantissa.cli.machine import keep_freed_memory
-from mantissa.kernels import ModelShapes, learner_kernels, plan_exact, rollout_kernels
+from mantissa.kernels import ModelShapes, learner_kernels, plan_exact, resolve, rollout_kernels
 from mantissa.model import Decoder, ModelConfig
-from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.precision import PrecisionPolicy
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.experience import Sequences
 from mantissa.rl.score import forward

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from rows import append
 
-from mantissa.kernels import learner_kernels, rollout_kernels
+from mantissa.kernels import learner_kernels, resolve, rollout_kernels
 from mantissa.model import LoraConfig, policy_weights
-from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.precision import PrecisionPolicy
 from mantissa.rl.adapters import open_policy
 from mantissa.rl.exact.plan import exact_plan
 from mantissa.rl.experience import Sequences

@@ -16,7 +16,8 @@ from rows import append
 from steps import decoder_config, interleaved, step_rows, training_step
 
 from mantissa.cli.machine import keep_freed_memory
-from mantissa.precision import PRESETS, Fp8Policy, PrecisionPolicy, resolve
+from mantissa.kernels import resolve
+from mantissa.precision import PRESETS, Fp8Policy, PrecisionPolicy
 
 LAYERS, ROWS, LENGTH = 4, 64, 65  # 4096 positions are trained on
 

@@ -17,7 +17,8 @@ import torch
 from rows import append
 from steps import decoder_config, interleaved, step_rows, training_step
 
-from mantissa.precision import PRESETS, resolve
+from mantissa.kernels import resolve
+from mantissa.precision import PRESETS
 
 SIZES = [  # hidden, layers, vocabulary, rows, length
     (256, 4, 4096, 64, 257),

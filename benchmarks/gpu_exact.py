@@ -27,13 +27,13 @@ from steps import decoder_config, interleaved, spread
 from torch import Tensor
 
 from mantissa.kernels import NativeKernels
-from mantissa.kernels.exact.native import ExactNativeKernels
+from mantissa.kernels.exact.gpu import ExactGpuKernels
 from mantissa.model import Decoder
 from mantissa.precision import BF16, E4M3, FP16, FP32, BlockScaled, Fp8Policy
 from mantissa.precision.numerics import token_logprob
 from mantissa.rollout import NativeEngine, Request, SamplingParams
 
-FAMILIES = {"native": NativeKernels, "exact native": ExactNativeKernels}
+FAMILIES = {"native": NativeKernels, "exact native": ExactGpuKernels}
 FORMATS = {"fp32": FP32, "bf16": BF16, "fp16": FP16, "fp8": BF16}
 SIZES = {"0.1B": (768, 12), "1B": (2048, 16)}  # hidden, layers
 PEAKS = {"H100": (989e12, 1979e12), "H200": (989e12, 1979e12), "A100": (312e12, None)}  # dense bf16 and fp8, FLOP/s

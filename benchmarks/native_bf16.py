@@ -23,8 +23,9 @@ from rows import append
 from steps import decoder_config, interleaved, spread, training_step
 
 from mantissa.cli.machine import keep_freed_memory
-from mantissa.precision import PrecisionPolicy, resolve
-from mantissa.precision.cpu import measured, products
+from mantissa.kernels import resolve
+from mantissa.kernels.cpu import measured, products
+from mantissa.precision import PrecisionPolicy
 from mantissa.rl.adapters import open_policy, policy_folder
 
 POLICIES = {

@@ -27,8 +27,8 @@ from rows import append
 from torch.profiler import ProfilerActivity, profile, record_function
 from workers import saved
 
+from mantissa.kernels.cpu import onednn
 from mantissa.model import ModelConfig, load_model
-from mantissa.precision.cpu import onednn
 from mantissa.rollout.generation import Generation
 
 PARTS = {

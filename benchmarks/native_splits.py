@@ -25,7 +25,7 @@ import torch
 from rows import append
 from torch import Tensor
 
-from mantissa.precision import cpu
+from mantissa.kernels import cpu
 
 ROWS, IN, OUT, BLOCK = (1, 16, 128, 512, 2048), 576, 1536, 128
 

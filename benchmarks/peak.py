@@ -4,7 +4,7 @@
 
 The best of 30 products of 1024 x 1024 matrices, and of the shape that the RL step spends most on (12800 positions, 128
 to 384 features), by each library that torch has for it: its own choice (``mm``) and oneDNN, which the fast kernels use
-(``mantissa/kernels/products.py``). Bandwidth: the best of 10 sums over 256 MB. Rows: results/peak.jsonl.
+(``mantissa/kernels/cpu.py``). Bandwidth: the best of 10 sums over 256 MB. Rows: results/peak.jsonl.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from rows import append
 
-from mantissa.kernels.products import product
+from mantissa.kernels.cpu import product
 
 SHAPES = {"square": (1024, 1024, 1024), "step": (12800, 128, 384)}
 

@@ -23,9 +23,9 @@ import torch
 import transformers
 
 from mantissa.base.provenance import stamp
-from mantissa.kernels import probe, rollout_kernels
+from mantissa.kernels import probe, resolve, rollout_kernels
 from mantissa.model import Decoder, ModelConfig
-from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.precision import PrecisionPolicy
 from mantissa.rollout import NativeEngine, Request, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,7 +15,8 @@ import torch
 from rows import append
 from steps import decoder_config, interleaved, step_rows, training_step
 
-from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.kernels import resolve
+from mantissa.precision import PrecisionPolicy
 
 POLICIES = {
     name: PrecisionPolicy.parse({"preset": name} if name == "fp32" else {"preset": name, "backend": "simulated"})

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mantissa.precision import cpu
+from mantissa.kernels import cpu
 from other_library import asked_library, asked_processor
 from strict_promotion import StrictPromotion
 

@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = tuple(sorted(path.name for path in (ROOT / "src/mantissa").iterdir() if (path / "__init__.py").is_file()))
 USERS = {"precision": ("kernels",), "bench": ("cli",)}
 NOT_HERE = (
-    *("kernels/triton/", "kernels/exact/native.py", "rollout/vllm/"),
+    *("kernels/triton/", "kernels/exact/gpu.py", "rollout/vllm/"),
     *(
         f"verl/{name}.py"
         for name in ("agents", "checkpoint", "engine", "flowrl", "fsdp", "platform", "rollout", "transfer")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mantissa.kernels import learner_kernels, rollout_kernels
     from mantissa.mismatch.metrics import gap_metrics
     from mantissa.model import policy_weights
-    from mantissa.precision import Emulation, PrecisionPolicy, resolve
+    from mantissa.precision import PrecisionPolicy
     from mantissa.rl import RunConfig, load_recipe, resume, start
     from mantissa.rl.assemble import load_policy
     from mantissa.rl.config.sections import ModelSource
@@ -50,10 +50,10 @@ _HOMES = {
     "base.seeds": ["derive_seed", "generator", "stream_slice"],
     "dropin": ["PrecisionTrainer"],
     "guard": ["GuardConfig"],
-    "kernels": ["learner_kernels", "rollout_kernels"],
+    "kernels": ["Emulation", "learner_kernels", "resolve", "rollout_kernels"],
     "mismatch.metrics": ["gap_metrics"],
     "model": ["policy_weights"],
-    "precision": ["Emulation", "PrecisionPolicy", "resolve"],
+    "precision": ["PrecisionPolicy"],
     "rl": ["RunConfig", "load_recipe", "resume", "start"],
     "rl.assemble": ["load_policy"],
     "rl.engines": ["emulated"],

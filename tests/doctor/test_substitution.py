@@ -23,8 +23,9 @@ from mantissa.doctor.substitution import (
     plain_policy,
     substitute,
 )
+from mantissa.kernels import resolve
 from mantissa.model import LoraShape, attach
-from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.precision import PrecisionPolicy
 from mantissa.rl.experience import Sequences
 from mantissa.rl.score import Scorer
 

@@ -14,7 +14,8 @@ from mantissa.doctor.live import sampled
 from mantissa.doctor.sides import Scores, Side
 from mantissa.doctor.substitution import SERVING
 from mantissa.doctor.tune import KINDS, check, exclude_patterns, groups, tune
-from mantissa.precision import Fp8Policy, PrecisionPolicy, resolve
+from mantissa.kernels import resolve
+from mantissa.precision import Fp8Policy, PrecisionPolicy
 from mantissa.rollout.vllm.worker import check_layers, quantization_config
 
 POLICY = made.model()

@@ -32,8 +32,8 @@ from mantissa.dropin.compat import (
     PrecisionMode,
 )
 from mantissa.dropin.environment import current_environment, switch, switched_off
-from mantissa.kernels import autocast_for
-from mantissa.precision import PRESETS, resolve
+from mantissa.kernels import autocast_for, resolve
+from mantissa.precision import PRESETS
 from old_trainers import basic, extended, learn, sgd
 from toys import Batch, cross_entropy, data, fragile, mlp, same, state, trainer_of
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from attention_oracle import FAMILIES, attended, probabilities
-from mantissa.kernels import Kernels, NativeKernels, SimulatedKernels
-from mantissa.kernels.products import Products
-from mantissa.precision import BF16, FP16, FP32, NumberFormat, cpu, is_on_grid, round_to_format
+from mantissa.kernels import Kernels, NativeKernels, SimulatedKernels, cpu
+from mantissa.kernels.cpu import Products
+from mantissa.precision import BF16, FP16, FP32, NumberFormat, is_on_grid, round_to_format
 
 families = pytest.mark.parametrize("family", FAMILIES)
 

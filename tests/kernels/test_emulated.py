@@ -11,20 +11,10 @@ import torch
 from torch import Tensor
 
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import EmulatedKernels, SimulatedKernels, Traced, probe
+from mantissa.kernels import EmulatedKernels, Emulation, SimulatedKernels, Traced, cpu, probe
 from mantissa.kernels.emulated import BLOCK, SPLITS
 from mantissa.model import Decoder, LoraConfig, ModelConfig, attach, policy_weights
-from mantissa.precision import (
-    BF16,
-    FP16,
-    FP32,
-    Emulation,
-    Fp8Policy,
-    NumberFormat,
-    cpu,
-    is_on_grid,
-    round_by_arithmetic,
-)
+from mantissa.precision import BF16, FP16, FP32, Fp8Policy, NumberFormat, is_on_grid, round_by_arithmetic
 
 HALVES = (BF16, FP16)
 SERVING = Emulation.serving(tensor_parallel=2)

@@ -25,13 +25,14 @@ from mantissa.kernels import (
     plan_exact,
     probe,
     reference_kernels,
+    resolve,
     rollout_kernels,
 )
+from mantissa.kernels.cpu import _ONEDNN, Products, packed
 from mantissa.kernels.exact.kernels import ExactAttention, cached, causal, product
 from mantissa.kernels.exact.plan import AttentionChoice, Choice, pieces
-from mantissa.kernels.exact.probe import threads
-from mantissa.kernels.products import _ONEDNN, Products, packed
-from mantissa.precision import BF16, FP16, FP32, NumberFormat, PrecisionPolicy, is_on_grid, resolve, round_to_format
+from mantissa.kernels.exact_probe import threads
+from mantissa.precision import BF16, FP16, FP32, NumberFormat, PrecisionPolicy, is_on_grid, round_to_format
 
 PRODUCTS = [
     Choice("tiles", (16, 32, 48, 64, 96, 128)),

@@ -17,18 +17,20 @@ from mantissa.kernels import (
     ExactPlan,
     ModelShapes,
     NativeKernels,
+    cpu,
     learner_kernels,
     plan_exact,
     probe,
     reference_kernels,
+    resolve,
     rollout_kernels,
 )
-from mantissa.kernels.exact import probe as probe_module
+from mantissa.kernels import exact_probe as probe_module
+from mantissa.kernels.cpu import packed
 from mantissa.kernels.exact.kernels import product
 from mantissa.kernels.exact.plan import Choice
-from mantissa.kernels.products import packed
 from mantissa.model import Decoder, LoraShape, ModelConfig, attach, trained_parameters
-from mantissa.precision import BF16, FP32, PrecisionPolicy, cpu, resolve
+from mantissa.precision import BF16, FP32, PrecisionPolicy
 from other_library import OtherLibrary
 
 pytestmark = pytest.mark.usefixtures("bf16_is_own")

@@ -10,13 +10,13 @@ import torch
 
 from exact_policies import FAMILIES, Policies, exactly, make_model, ragged, shapes_of
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import ModelShapes, plan_exact, products
-from mantissa.kernels.exact import probe as probe_module
+from mantissa.kernels import ModelShapes, cpu, plan_exact, resolve
+from mantissa.kernels import exact_probe as probe_module
 from mantissa.kernels.exact.kernels import ExactKernels
 from mantissa.kernels.exact.plan import AttentionChoice, Choice, ExactPlan
-from mantissa.kernels.exact.probe import threads
+from mantissa.kernels.exact_probe import threads
 from mantissa.model import Decoder, LoraShape, attach
-from mantissa.precision import FP32, PrecisionPolicy, cpu, resolve
+from mantissa.precision import FP32, PrecisionPolicy
 from other_library import OtherLibrary
 
 SHAPES = ModelShapes(
@@ -83,7 +83,7 @@ def test_a_library_that_sums_otherwise_gets_the_shapes_that_agree(name: str) -> 
     assert attention in str(plan.attention)
 
 
-@pytest.mark.skipif(not products._ONEDNN, reason="torch without oneDNN")
+@pytest.mark.skipif(not cpu._ONEDNN, reason="torch without oneDNN")
 @pytest.mark.parametrize("layout", ["plain", "packed", "both"])
 def test_a_onednn_whose_rows_depend_on_their_place_is_not_taken(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     """Every second row is another number: in one layout only, or in each where the other's hides it."""

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import NativeKernels, SimulatedKernels, products
-from mantissa.precision import BF16, SCHEMES, BlockScaled, Quantized, cpu, int8_codes
+from mantissa.kernels import NativeKernels, SimulatedKernels, cpu
+from mantissa.precision import BF16, SCHEMES, BlockScaled, Quantized, int8_codes
 
 FULL = torch.full((16, 64), 127, dtype=torch.int8)
 EXACT = bool((torch._int_mm(FULL, FULL.t()) == 64 * 127**2).all())
@@ -38,7 +38,7 @@ def test_a_product_is_exact_but_for_three_roundings(rows: int, features: int) ->
     codes, scales = int8_codes(w)
     values = SCHEMES["int8"].encode(x.flatten(0, 1), True)
     exact = (values.codes.double() @ codes.double().t()) * values.scales.double() * scales.double().t()
-    got = products.int8(x, BlockScaled(codes, scales), bias)
+    got = cpu.int8(x, BlockScaled(codes, scales), bias)
     assert got.shape == (2, rows, 96)
     oracle = exact + bias.double()
     limit = 3 * 2.0**-24 * exact.abs() + 2.0**-23 * oracle.abs()
@@ -53,9 +53,9 @@ def test_a_row_has_the_same_bits_beside_any_others(threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        whole = products.int8(x, weight)
+        whole = cpu.int8(x, weight)
         for rows in (1, 5, 16, 33):
-            assert torch.equal(products.int8(x[:rows], weight), whole[:rows])
+            assert torch.equal(cpu.int8(x[:rows], weight), whole[:rows])
     finally:
         torch.set_num_threads(before)
 
@@ -63,18 +63,18 @@ def test_a_row_has_the_same_bits_beside_any_others(threads: int) -> None:
 def test_what_is_not_finite_stays_so_and_in_its_row() -> None:
     x = random(3, 64)
     x[1, 5] = float("inf")
-    out = products.int8(x, BlockScaled(*int8_codes(random(8, 64, seed=1))))
+    out = cpu.int8(x, BlockScaled(*int8_codes(random(8, 64, seed=1))))
     assert out[1].isnan().all()
     assert out[[0, 2]].isfinite().all()
 
 
 def test_a_sum_that_could_leave_32_bits_is_refused() -> None:
     with pytest.raises(MantissaError, match="131,072 features"):
-        products.int8(torch.zeros(1, 1 << 17), BlockScaled(torch.zeros(1, 1, dtype=torch.int8), torch.ones(1, 1)))
+        cpu.int8(torch.zeros(1, 1 << 17), BlockScaled(torch.zeros(1, 1, dtype=torch.int8), torch.ones(1, 1)))
 
 
 def test_no_rows_are_no_rows() -> None:
-    assert products.int8(torch.zeros(0, 64), BlockScaled(*int8_codes(random(8, 64)))).shape == (0, 8)
+    assert cpu.int8(torch.zeros(0, 64), BlockScaled(*int8_codes(random(8, 64)))).shape == (0, 8)
 
 
 @exact

@@ -31,22 +31,13 @@ from mantissa.kernels import (
     Kernels,
     NativeKernels,
     SimulatedKernels,
-    products,
+    cpu,
+    resolve,
     rollout_kernels,
 )
 from mantissa.kernels.exact.plan import Choice
 from mantissa.model import CopiedPolicy, Decoder, ModelConfig
-from mantissa.precision import (
-    BF16,
-    FP16,
-    FP32,
-    Fp8Policy,
-    NumberFormat,
-    PrecisionPolicy,
-    is_on_grid,
-    resolve,
-    round_to_format,
-)
+from mantissa.precision import BF16, FP16, FP32, Fp8Policy, NumberFormat, PrecisionPolicy, is_on_grid, round_to_format
 
 ACCUMULATION = 2.0**-20
 
@@ -289,9 +280,9 @@ def test_weights_on_the_grid_are_not_copied() -> None:
 def test_families_are_made_without_triton() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"  # importing it would raise
-        "from mantissa.kernels.exact.native import ExactNativeKernels\n"
+        "from mantissa.kernels.exact.gpu import ExactGpuKernels\n"
         "from mantissa.precision import BF16, Fp8Policy\n"
-        "family = ExactNativeKernels(BF16, fp8=Fp8Policy())\n"
+        "family = ExactGpuKernels(BF16, fp8=Fp8Policy())\n"
         "print(family.format, family.kv_format, family.logits_format)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -316,9 +307,9 @@ BIG = ModelConfig("qwen3", 600, 256, 256, 1, 4, 2, 64, qk_norm=True, tie_word_em
 @pytest.mark.parametrize("biased", [False, True])
 def test_product_is_float64s_to_rounding(rows: int, layout: str, biased: bool) -> None:
     x, weight, bias = torch.randn(2, rows, 200), torch.randn(400, 200), torch.randn(400) if biased else None
-    given = {"plain": weight, "transposed": weight.t().contiguous().t(), "packed": products.packed(weight)}[layout]
+    given = {"plain": weight, "transposed": weight.t().contiguous().t(), "packed": cpu.packed(weight)}[layout]
     oracle = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
-    library = products.Products()
+    library = cpu.Products()
     torch.testing.assert_close(library.forward(x, given, bias).double(), oracle, rtol=1e-5, atol=1e-4)
     if rows:  # a sum's gradient lies in memory once, however large it is
         spread = torch.ones(1, 1, 1).expand(2, rows, 400)

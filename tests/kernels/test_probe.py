@@ -19,9 +19,11 @@ from mantissa.kernels import (
     NativeKernels,
     SimulatedKernels,
     autocast_for,
+    cpu,
     learner_kernels,
     probe,
     probe_autocast,
+    resolve,
     rollout_kernels,
     simulated,
 )
@@ -36,9 +38,7 @@ from mantissa.precision import (
     Fp8Policy,
     NumberFormat,
     PrecisionPolicy,
-    cpu,
     format_named,
-    resolve,
     round_in_blocks,
     round_to_format,
 )

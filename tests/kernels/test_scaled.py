@@ -12,7 +12,7 @@ from torch import Tensor
 
 import block_reference as reference
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import NativeKernels, SimulatedKernels, learner_kernels, probe
+from mantissa.kernels import NativeKernels, SimulatedKernels, cpu, learner_kernels, probe, resolve
 from mantissa.model.config import ModelConfig
 from mantissa.model.decoder import Decoder
 from mantissa.precision import (
@@ -25,9 +25,7 @@ from mantissa.precision import (
     NumberFormat,
     PrecisionPolicy,
     Quantized,
-    cpu,
     is_on_grid,
-    resolve,
     round_to_format,
 )
 

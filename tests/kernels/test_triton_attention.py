@@ -138,17 +138,17 @@ def test_scores_that_spread_far_do_not_overflow(fmt: NumberFormat) -> None:
 
 @formats
 def test_gradients_are_the_fast_family_s(fmt: NumberFormat) -> None:
-    from mantissa.kernels.exact.native import ExactNativeKernels
+    from mantissa.kernels.exact.gpu import ExactGpuKernels
 
     leaves = [x.to(DEVICE).requires_grad_() for x in qkv(fmt, 4, 2, 16, 70)]
     seed = torch.randn(2, 4, 70, 16).to(fmt.dtype).to(DEVICE)
     fast = torch.autograd.grad(NativeKernels(fmt).causal_attention(*leaves), leaves, seed)
-    exact = torch.autograd.grad(ExactNativeKernels(fmt).causal_attention(*leaves), leaves, seed)
+    exact = torch.autograd.grad(ExactGpuKernels(fmt).causal_attention(*leaves), leaves, seed)
     slack = 0.0 if INTERPRETED else 4 * fmt.epsilon  # a GPU's flash backward adds up in any order
     for ours, theirs in zip(exact, fast, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=slack, atol=slack)
     only = leaves[0].detach(), leaves[1].detach(), leaves[2]  # frozen queries and keys
-    (grad_v,) = torch.autograd.grad(ExactNativeKernels(fmt).causal_attention(*only), only[2], seed)
+    (grad_v,) = torch.autograd.grad(ExactGpuKernels(fmt).causal_attention(*only), only[2], seed)
     torch.testing.assert_close(grad_v, fast[2], rtol=4 * fmt.epsilon, atol=4 * fmt.epsilon)
 
 

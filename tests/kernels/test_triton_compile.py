@@ -17,7 +17,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from mantissa.kernels.exact.native import ExactNativeKernels
+from mantissa.kernels.exact.gpu import ExactGpuKernels
 from mantissa.kernels.native import NativeKernels
 from mantissa.precision import BF16, FP16, FP32, Fp8Policy, NumberFormat
 from triton_compiled import compiled, recorded
@@ -26,10 +26,10 @@ from triton_interpreter import INTERPRETED
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiles: run without TRITON_INTERPRET")
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}  # bytes a block may have
 LAYER = "model.layers.0.mlp.up_proj"
-Work = Callable[[ExactNativeKernels, int], Any]
+Work = Callable[[ExactGpuKernels, int], Any]
 
 
-def tensor(kernels: ExactNativeKernels, *shape: int) -> torch.Tensor:
+def tensor(kernels: ExactGpuKernels, *shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=kernels.dtype)
 
 
@@ -82,7 +82,7 @@ def spilled(kernel: Any) -> int:
 @pytest.mark.parametrize("fmt", [FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_compile(name: str, fmt: NumberFormat, capability: int) -> None:
-    kernel, *joins = compiled(lambda: OPERATIONS[name](ExactNativeKernels(fmt), 96), capability)
+    kernel, *joins = compiled(lambda: OPERATIONS[name](ExactGpuKernels(fmt), 96), capability)
     expected = name in APART and not (fmt is FP32 and name in ("linear, wide", "logits"))
     assert [join.metadata.name for join in joins] == ["_join"] * expected
     assert all(spilled(each) <= 32 for each in (kernel, *joins))
@@ -141,7 +141,7 @@ def test_fp8_compiles_for_hopper(backward: Any, power_of_two: bool) -> None:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_the_number_of_rows_chooses_nothing(name: str) -> None:
     """Types, constants, alignments, warps and stages of a launch are the same for 1 to 131 rows."""
-    family = ExactNativeKernels(BF16)
+    family = ExactGpuKernels(BF16)
     with recorded() as launches:
         for rows in (1, 2, 16, 96, 127 if name in APART else 131):  # two tiles of rows may fill a GPU
             OPERATIONS[name](family, rows)
@@ -154,7 +154,7 @@ def test_the_number_of_rows_chooses_nothing(name: str) -> None:
 
 def test_an_unaligned_view_is_launched_as_any_other() -> None:
     """Rows 1.. of a bf16 matrix with 100 features start at 200 bytes, no multiple of 16; a sum must not see that."""
-    family, x = ExactNativeKernels(BF16), torch.zeros(9, 100, dtype=torch.bfloat16)
+    family, x = ExactGpuKernels(BF16), torch.zeros(9, 100, dtype=torch.bfloat16)
     assert x[1:].data_ptr() % 16
     with recorded() as launches:
         for given in (x, x[1:], x.t().contiguous().t()):
@@ -165,7 +165,7 @@ def test_an_unaligned_view_is_launched_as_any_other() -> None:
 
 
 def test_fp8_launches_do_not_depend_on_rows() -> None:
-    family = ExactNativeKernels(BF16, fp8=Fp8Policy())
+    family = ExactGpuKernels(BF16, fp8=Fp8Policy())
     weight = torch.zeros(512, 1024)
     with recorded() as launches:
         for rows in (1, 7, 16, 128):

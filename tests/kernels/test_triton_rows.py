@@ -23,9 +23,9 @@ formats = pytest.mark.parametrize("fmt", [FP32, BF16, FP16], ids=str)
 
 
 def family(fmt: NumberFormat) -> NativeKernels:
-    from mantissa.kernels.exact.native import ExactNativeKernels
+    from mantissa.kernels.exact.gpu import ExactGpuKernels
 
-    return ExactNativeKernels(fmt)
+    return ExactGpuKernels(fmt)
 
 
 def on_device(*values: Tensor) -> list[Tensor]:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mantissa.kernels import Kernels, ModelShapes, NativeKernels, SimulatedKernels, learner_kernels, plan_exact
+from mantissa.kernels import Kernels, ModelShapes, NativeKernels, SimulatedKernels, learner_kernels, plan_exact, resolve
 from mantissa.model import Decoder, LoraShape, ModelConfig, Recorded, Replayed, attach, policy_weights
 from mantissa.model.config import ExpertsShape
 from mantissa.model.decoder import SparseMLP
 from mantissa.model.experts import Routing
-from mantissa.precision import BF16, FP16, FP32, NumberFormat, PrecisionPolicy, resolve, round_to_format
+from mantissa.precision import BF16, FP16, FP32, NumberFormat, PrecisionPolicy, round_to_format
 
 HIDDEN = 33
 SHAPES = {

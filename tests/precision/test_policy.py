@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from mantissa.base.errors import MantissaError
-from mantissa.precision import BF16, E4M3, E5M2, FP16, FP32, PRESETS, Fp8Policy, PrecisionPolicy, resolve
+from mantissa.kernels import resolve
+from mantissa.precision import BF16, E4M3, E5M2, FP16, FP32, PRESETS, Fp8Policy, PrecisionPolicy
 
 
 def error_of(action: Any) -> str:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import learner_kernels, rollout_kernels
+from mantissa.kernels import learner_kernels, resolve, rollout_kernels
 from mantissa.kernels.probe import probe
 from mantissa.kernels.simulated import SimulatedKernels
-from mantissa.precision import BF16, FP32, SCHEMES, PrecisionPolicy, Quantized, resolve, round_to_format
+from mantissa.precision import BF16, FP32, SCHEMES, PrecisionPolicy, Quantized, round_to_format
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from mantissa.algorithms import ADVANTAGES, AdvantageKind, advantage
 from mantissa.base.errors import MantissaError
 from mantissa.base.seeds import derive_seed, generator, stream_slice
-from mantissa.kernels import rollout_kernels
+from mantissa.kernels import resolve, rollout_kernels
 from mantissa.model import Decoder, FreshModelConfig, character_tokenizer, policy_weights, save_model
-from mantissa.precision import FP32, PrecisionPolicy, resolve
+from mantissa.precision import FP32, PrecisionPolicy
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect.batch import Batch, Collector, pack, unpack
 from mantissa.rl.collect.dynamic import fate, groups_to_train, overlong_penalty, with_penalty

@@ -9,8 +9,8 @@ import pytest
 
 from html_page import Page
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import EmulatedKernels, SimulatedKernels, rollout_kernels
-from mantissa.precision import Emulation, PrecisionPolicy, resolve
+from mantissa.kernels import EmulatedKernels, Emulation, SimulatedKernels, resolve, rollout_kernels
+from mantissa.precision import PrecisionPolicy
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config.recipe import widened
 from mantissa.rl.config.run import RunConfig

@@ -21,9 +21,9 @@ import torch
 from experiences import experience_of
 from fake_vllm import LLM, Fault, install
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import Planned
+from mantissa.kernels import Planned, resolve
 from mantissa.mismatch.tables import ENGINE_METRICS
-from mantissa.precision import Fp8Policy, PrecisionPolicy, resolve
+from mantissa.precision import Fp8Policy, PrecisionPolicy
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect.source import SyncSource
 from mantissa.rl.config.run import RunConfig

@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 
 from mantissa.base.errors import MantissaError
 from mantissa.cli import app
-from mantissa.kernels import ExactBf16Kernels, ExactKernels, Kernels, NativeKernels, Planned, plan_exact
+from mantissa.kernels import ExactBf16Kernels, ExactKernels, Kernels, NativeKernels, Planned, cpu, plan_exact
 from mantissa.model import Decoder, ModelConfig, load_model
-from mantissa.precision import E4M3, FP32, PrecisionPolicy, cpu, round_to_format
+from mantissa.precision import E4M3, FP32, PrecisionPolicy, round_to_format
 from mantissa.rl import assemble, loop, session
 from mantissa.rl.exact import plan, replay
 from mantissa.rl.exact.check import Exactness

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from killable import Server
-from mantissa.precision import cpu
+from mantissa.kernels import cpu
 from mantissa.rl import resume, start
 from mantissa.runs.directory import RunDirectory
 from small_run import QUICK, configure, contents, rows_of, stopped

@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 import fake_vllm
 import small_run
 from fake_vllm_server import FakeServer
+from mantissa.kernels import resolve
 from mantissa.model import Decoder
-from mantissa.precision import resolve
 from mantissa.rl import make_config
 from mantissa.rl.assemble import load_policy
 from mantissa.rl.engines import vllm_start

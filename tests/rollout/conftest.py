@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mantissa.kernels import rollout_kernels
+from mantissa.kernels import resolve, rollout_kernels
 from mantissa.model import Decoder, ModelConfig
-from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.precision import PrecisionPolicy
 from mantissa.rollout import NativeEngine, Request
 from mantissa.rollout.generation import Generation
 from naive_engine import master_model

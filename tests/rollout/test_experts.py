@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mantissa.kernels import Kernels, ModelShapes, plan_exact, rollout_kernels
+from mantissa.kernels import Kernels, ModelShapes, plan_exact, resolve, rollout_kernels
 from mantissa.model import Decoder, ModelConfig, Recorded
 from mantissa.model.config import ExpertsShape
-from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.precision import PrecisionPolicy
 from mantissa.rollout import Completion, NativeEngine, Request, SamplingParams
 from naive_engine import master_model, reference_generate
 

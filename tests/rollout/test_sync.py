@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import learner_kernels, rollout_kernels
+from mantissa.kernels import learner_kernels, resolve, rollout_kernels
 from mantissa.model import Decoder, ModelConfig
-from mantissa.precision import FP16, PrecisionPolicy, resolve
+from mantissa.precision import FP16, PrecisionPolicy
 from mantissa.rollout import NativeEngine, Request, SamplingParams
 
 REQUESTS = [Request((1, 2, 3), seed=0)]

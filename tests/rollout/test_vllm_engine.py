@@ -18,9 +18,9 @@ import torch
 
 from fake_vllm import LLM, Fault, install, masters
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import rollout_kernels
+from mantissa.kernels import ResolvedPrecision, resolve, rollout_kernels
 from mantissa.model import ModelConfig
-from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
+from mantissa.precision import PrecisionPolicy
 from mantissa.rollout import Request, SamplingParams, VllmEngine, VllmStart
 from mantissa.rollout.sampling import stream_keys
 from mantissa.rollout.vllm.worker import digest

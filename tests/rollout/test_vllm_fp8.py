@@ -19,9 +19,9 @@ import block_reference
 import fake_vllm
 from fake_vllm import LLM, Fault, install
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import rollout_kernels
+from mantissa.kernels import resolve, rollout_kernels
 from mantissa.model import Decoder, ModelConfig
-from mantissa.precision import BF16, FP32, Fp8Policy, PrecisionPolicy, resolve
+from mantissa.precision import BF16, FP32, Fp8Policy, PrecisionPolicy
 from mantissa.rollout import VllmEngine, VllmStart
 from mantissa.rollout.vllm.worker import check_device, check_layers, digest, quantization_config
 

@@ -13,10 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mantissa.kernels import ExactPlan, Kernels, ModelShapes, learner_kernels, plan_exact, rollout_kernels
+from mantissa.kernels import (
+    ExactPlan,
+    Kernels,
+    ModelShapes,
+    ResolvedPrecision,
+    learner_kernels,
+    plan_exact,
+    resolve,
+    rollout_kernels,
+)
 from mantissa.kernels.exact.plan import Way
 from mantissa.model import Decoder, ModelConfig, policy_weights
-from mantissa.precision import BF16, PrecisionPolicy, ResolvedPrecision, resolve
+from mantissa.precision import BF16, PrecisionPolicy
 from mantissa.rl.experience import Sequences
 from mantissa.rl.score import forward
 from mantissa.rollout import NativeEngine, Request, SamplingParams

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from mantissa.kernels import rollout_kernels
+from mantissa.kernels import resolve, rollout_kernels
 from mantissa.model import ModelConfig
-from mantissa.precision import FP32, PrecisionPolicy, resolve
+from mantissa.precision import FP32, PrecisionPolicy
 from mantissa.rollout import SamplingParams, VllmStart
 from mantissa.rollout.vllm.worker import WeightReader
 from naive_engine import master_model

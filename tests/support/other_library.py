@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mantissa.precision import cpu
+from mantissa.kernels import cpu
 
 
 class OtherLibrary(TorchDispatchMode):

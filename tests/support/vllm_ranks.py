@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import Ranks
-from mantissa.kernels import rollout_kernels
+from mantissa.kernels import resolve, rollout_kernels
 from mantissa.model import Decoder, ModelConfig
-from mantissa.precision import FP32, PrecisionPolicy, resolve
+from mantissa.precision import FP32, PrecisionPolicy
 from mantissa.rl.placing import place
 from mantissa.rollout import NativeEngine, Request, SamplingParams, VllmEngine, VllmStart
 from mantissa.rollout.vllm.server import WeightFolder

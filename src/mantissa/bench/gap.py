@@ -31,10 +31,10 @@ from mantissa.base.provenance import stamp
 from mantissa.base.seeds import derive_seed
 from mantissa.bench.command import new_folder
 from mantissa.bench.options import GapConfig
-from mantissa.kernels import learner_kernels, rollout_kernels
+from mantissa.kernels import Emulation, ResolvedPrecision, learner_kernels, resolve, rollout_kernels
 from mantissa.mismatch.metrics import gap_estimates
 from mantissa.model import Decoder, Tokenizer, policy_weights
-from mantissa.precision import SCHEMES, Emulation, PrecisionPolicy, ResolvedPrecision, resolve
+from mantissa.precision import SCHEMES, PrecisionPolicy
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.config.sections import RolloutConfig
 from mantissa.rl.engines import build_engine, emulated, on_vllm

@@ -23,7 +23,8 @@ def precision(
     from rich.text import Text
 
     from mantissa.base.device import choose_device
-    from mantissa.precision import PRESETS, Emulation, PrecisionPolicy, cpu, resolve
+    from mantissa.kernels import Emulation, cpu, resolve
+    from mantissa.precision import PRESETS, PrecisionPolicy
     from mantissa.rl.engines import emulated
     from mantissa.rl.exact.plan import prove
     from mantissa.runs.live import precision_table

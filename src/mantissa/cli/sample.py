@@ -31,9 +31,9 @@ def sample(
     """
     from mantissa.base.device import choose_device
     from mantissa.base.seeds import derive_seed
-    from mantissa.kernels import rollout_kernels
+    from mantissa.kernels import resolve, rollout_kernels
     from mantissa.model import policy_weights
-    from mantissa.precision import PrecisionPolicy, resolve
+    from mantissa.precision import PrecisionPolicy
     from mantissa.rl.adapters import open_policy, policy_folder
     from mantissa.rl.exact.plan import prove
     from mantissa.rollout import NativeEngine, Request, SamplingParams

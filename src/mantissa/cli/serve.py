@@ -39,7 +39,7 @@ def serve(
 
     require_vllm()
     from mantissa.base.device import choose_device
-    from mantissa.precision import resolve
+    from mantissa.kernels import resolve
     from mantissa.rl import load_recipe
     from mantissa.rl.assemble import load_policy
     from mantissa.rl.engines import serve_engine

@@ -25,9 +25,9 @@ from mantissa.base.http import OK, http_answer, server_address
 from mantissa.base.readers.json import parse_json
 from mantissa.doctor.dump import Dump, Scored
 from mantissa.doctor.sides import Array, evenly_spaced
-from mantissa.kernels import rollout_kernels
+from mantissa.kernels import resolve, rollout_kernels
 from mantissa.model import Decoder, policy_weights
-from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.precision import PrecisionPolicy
 from mantissa.rollout import NativeEngine, Request, SamplingParams
 
 _SLOTS = 64

@@ -23,19 +23,10 @@ from torch import Tensor
 
 from mantissa.base.errors import MantissaError
 from mantissa.doctor.dump import Scored
-from mantissa.kernels import EmulatedKernels, Kernels, learner_kernels
+from mantissa.kernels import EmulatedKernels, Emulation, Kernels, learner_kernels, resolve
 from mantissa.model import Decoder
 from mantissa.model.decoder import Attend
-from mantissa.precision import (
-    E4M3,
-    Emulation,
-    Fp8Policy,
-    PrecisionPolicy,
-    format_named,
-    resolve,
-    round_cached,
-    round_to_format,
-)
+from mantissa.precision import E4M3, Fp8Policy, PrecisionPolicy, format_named, round_cached, round_to_format
 from mantissa.rollout import SamplingParams
 from mantissa.rollout.sampling import filter_logits
 

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from mantissa.base.errors import MantissaError
 from mantissa.dropin.common import HeldScheduler, require
 from mantissa.dropin.window import Micro, MixedPrecision, RetryWindow, device_of, sum_loss, take_over
-from mantissa.precision import ResolvedRole
+from mantissa.kernels import ResolvedRole
 from mantissa.training import LossScaler, ScalerConfig, StepOutcome
 from mantissa.training.distributed import local, unwrapped
 

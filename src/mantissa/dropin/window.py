@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import Ranks, is_fsdp
 from mantissa.dropin.checks import check_optimizer
-from mantissa.kernels import Autocast, autocast_for, probe_autocast
-from mantissa.precision import FP32, PrecisionPolicy, ResolvedRole, resolve
+from mantissa.kernels import Autocast, ResolvedRole, autocast_for, probe_autocast, resolve
+from mantissa.precision import FP32, PrecisionPolicy
 from mantissa.training.distributed import is_ddp, local, named_parameters, synchronising, unwrapped
 from mantissa.training.gradients import anomaly, flushed_fraction, gradients_of, where_nonfinite
 from mantissa.training.masters import Masters, master_weights

@@ -36,8 +36,9 @@ from torch import Tensor
 
 from mantissa.base.errors import MantissaError
 from mantissa.kernels.probe import first_row, product_checks, proved
+from mantissa.kernels.roles import ResolvedRole
 from mantissa.kernels.rounded import HALF, RoundedOps, floating, rounded_attention, rounding
-from mantissa.precision import FP32, NumberFormat, ResolvedRole
+from mantissa.precision import FP32, NumberFormat
 from mantissa.precision.policy import Backend
 
 LOWER = str.split("""

@@ -52,7 +52,7 @@ class Kernels(Protocol):
 
     @property
     def packs(self) -> bool:
-        """Whether its products read a copy that ``products.packed`` has laid out; it must not train."""
+        """Whether its products read a copy that ``cpu.packed`` has laid out; it must not train."""
 
     def embedding(self, tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
         """Rows of the embedding table, in the format. ``weight_VE`` is the master."""

@@ -4,8 +4,8 @@ On CUDA the products run on the tensor cores with fp32 accumulation and attentio
 it is installed, else the one behind torch's ``scaled_dot_product_attention`` (both take fp16 and bf16 only, so fp32
 uses torch's memory-efficient one, which wants as many key heads as query heads).
 
-On a CPU this family is fp32's, and bf16's where the processor multiplies it itself (``precision/cpu.py``): products of
-bf16 tensors, summed in fp32 and rounded once; over it int8's, summed as integers (``products.int8``). Attention is
+On a CPU this family is fp32's, and bf16's where the processor multiplies it itself (``cpu.py``): products of
+bf16 tensors, summed in fp32 and rounded once; over it int8's, summed as integers (``cpu.int8``). Attention is
 our own (``simulated.py`` says why), and so are logits, an fp32 product of widened operands: no library on a CPU hands
 out the fp32 sum of a bf16 product, but bf16 logits, where those are asked for, are its own. fp16 is slow there.
 
@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mantissa.kernels import products
-from mantissa.kernels.products import Products
+from mantissa.kernels import cpu
+from mantissa.kernels.cpu import CpuProducts, Products
 from mantissa.kernels.simulated import (
     CachedMask,
     CausalAttention,
@@ -46,7 +46,6 @@ from mantissa.precision import (
     int8_codes,
     round_to_format,
 )
-from mantissa.precision.cpu import CpuProducts
 from mantissa.precision.numerics import token_logprob
 
 
@@ -123,7 +122,7 @@ class NativeKernels:
         if _is_int8(self.fp8):
             codes = weight_FE if isinstance(weight_FE, BlockScaled) else BlockScaled(*int8_codes(weight_FE))
             wide = None if bias is None else bias.float()
-            return products.int8(x_NE.detach(), codes, wide).to(self.dtype)
+            return cpu.int8(x_NE.detach(), codes, wide).to(self.dtype)
         from mantissa.kernels.triton.products import Fp8Linear
 
         if isinstance(weight_FE, BlockScaled):

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from mantissa.base.errors import MantissaError
+from mantissa.kernels import cpu
+from mantissa.kernels.cpu import Products
 from mantissa.kernels.interface import Kernels
-from mantissa.kernels.products import Products
 from mantissa.precision import (
     E4M3,
     FP16,
@@ -32,7 +33,6 @@ from mantissa.precision import (
     Fp8Policy,
     NumberFormat,
     Quantized,
-    cpu,
     format_named,
     round_to_format,
 )

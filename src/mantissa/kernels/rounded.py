@@ -37,7 +37,7 @@ from torch._ops import OpOverload
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from mantissa.precision import cpu
+from mantissa.kernels import cpu
 
 HALF = (torch.float16, torch.bfloat16)
 

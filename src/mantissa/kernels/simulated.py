@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mantissa.kernels.products import Products
+from mantissa.kernels.cpu import CpuProducts, Products
 from mantissa.precision import (
     ALONG_COLUMNS,
     ALONG_ROWS,
@@ -51,7 +51,6 @@ from mantissa.precision import (
     round_to_format,
     round_to_format_,
 )
-from mantissa.precision.cpu import CpuProducts
 from mantissa.precision.numerics import token_logprob
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of rows N,E, a weight F,E and a bias: N,F

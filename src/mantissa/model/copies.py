@@ -3,7 +3,7 @@
 A copy is made once from the fp32 master: rounded to the format, or for a layer in fp8 quantised to codes and scales.
 What is kept is what the kernels multiply: fp32 values on the grid (simulated), a half dtype (native), or the codes
 themselves with their scales beside them (native fp8). A policy that only samples may keep its projections, and once
-more its tied head, in the layout that its products read fastest (``kernels/products.py``).
+more its tied head, in the layout that its products read fastest (``kernels/cpu.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError, nearest
 from mantissa.kernels import Kernels, Planned
-from mantissa.kernels.products import joinable, packed
+from mantissa.kernels.cpu import joinable, packed
 from mantissa.model.config import ModelConfig
 from mantissa.model.decoder import MLP, Attention, Decoder, Joined, Projection
 from mantissa.precision import BlockScaled

@@ -10,7 +10,6 @@ from mantissa.precision.blocks import (
     round_cached,
     round_in_blocks,
 )
-from mantissa.precision.emulation import Emulation
 from mantissa.precision.formats import (
     BF16,
     DIAL,
@@ -33,13 +32,12 @@ from mantissa.precision.policy import (
     PrecisionPolicy,
     Quantized,
 )
-from mantissa.precision.resolved import ResolvedPrecision, ResolvedRole, resolve
 from mantissa.precision.schemes import SCHEMES, Coded, Scheme, int8_codes
 
 __all__ = [
     "ALONG_COLUMNS", "ALONG_ROWS", "BF16", "DIAL", "E4M3", "E5M2", "FORMATS", "FP16", "FP32", "PRESETS", "SCHEMES",
-    "SQUARE", "BlockScaled", "Coded", "Emulation", "Fp8Policy", "NumberFormat", "PrecisionPolicy", "Quantized",
-    "ResolvedPrecision", "ResolvedRole", "Scheme",
-    "dequantize", "format_named", "int8_codes", "is_on_grid", "quantize", "resolve", "round_by_arithmetic",
+    "SQUARE", "BlockScaled", "Coded", "Fp8Policy", "NumberFormat", "PrecisionPolicy", "Quantized",
+    "Scheme",
+    "dequantize", "format_named", "int8_codes", "is_on_grid", "quantize", "round_by_arithmetic",
     "round_cached", "round_in_blocks", "round_stochastically", "round_to_format", "round_to_format_",
 ]  # fmt: skip

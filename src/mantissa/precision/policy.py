@@ -1,7 +1,7 @@
 """Which number format each role uses, as a frozen value that is passed in. There is no global and no autocast.
 
-``PrecisionPolicy`` is what the user asked for; ``resolve`` turns it into what a device will really do, one line
-for each role with its reason, and refuses where the two differ.
+``PrecisionPolicy`` is what the user asked for; ``resolve`` (``kernels/roles.py``) turns it into what a device will
+really do, one line for each role with its reason, and refuses where the two differ.
 
 fp8 is not a precision of a whole model. The matrix products of the decoder's layers take 8-bit operands, scaled block
 by block (``blocks.py``); everything between them, and the embedding, the output projection, the norms and the

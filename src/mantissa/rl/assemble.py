@@ -16,9 +16,12 @@ from mantissa.base.seeds import generator
 from mantissa.kernels import (
     ExactPlan,
     Kernels,
+    ResolvedPrecision,
     Way,
+    cpu,
     learner_kernels,
     reference_kernels,
+    resolve,
     rollout_kernels,
 )
 from mantissa.model import (
@@ -31,7 +34,6 @@ from mantissa.model import (
     character_tokenizer,
     policy_weights,
 )
-from mantissa.precision import ResolvedPrecision, cpu, resolve
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.collect.sampler import Sampler
 from mantissa.rl.config.run import RunConfig

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from mantissa.base.ranks import ALONE, Ranks
-from mantissa.kernels import Kernels
+from mantissa.kernels import Emulation, Kernels, ResolvedPrecision
 from mantissa.model import Decoder, ModelConfig, Tokenizer
-from mantissa.precision import E4M3, Emulation, ResolvedPrecision
+from mantissa.precision import E4M3
 from mantissa.precision.policy import Backend
 from mantissa.rl.collect.source import shares
 from mantissa.rl.config.sections import RolloutConfig

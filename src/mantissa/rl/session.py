@@ -24,8 +24,8 @@ from mantissa.base.errors import MantissaError, StoppedError
 from mantissa.base.ranks import ALONE, Ranks, world_size
 from mantissa.guard import ReferenceRun
 from mantissa.guard.watch import fall_back_of
-from mantissa.precision import resolve
-from mantissa.precision.cpu import CpuProducts
+from mantissa.kernels import resolve
+from mantissa.kernels.cpu import CpuProducts
 from mantissa.rl.assemble import Parts, assemble
 from mantissa.rl.config.recipe import apply_overrides, make_config, widened
 from mantissa.rl.config.run import RunConfig

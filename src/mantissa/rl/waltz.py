@@ -28,8 +28,8 @@ import torch
 from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.base.seeds import stream_slice
+from mantissa.kernels.cpu import CpuProducts
 from mantissa.model import Decoder, base_parameters
-from mantissa.precision.cpu import CpuProducts
 from mantissa.rl.assemble import Parts, assemble, most_tokens
 from mantissa.rl.collect.batch import Batch, sample_metrics
 from mantissa.rl.collect.sampler import Sample

@@ -35,9 +35,8 @@ from mantissa.algorithms.losses.flowrl import FlowRLConfig
 from mantissa.base.device import be_deterministic
 from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import Ranks
-from mantissa.kernels import learner_kernels
+from mantissa.kernels import learner_kernels, resolve
 from mantissa.model import load_model, policy_weights
-from mantissa.precision import resolve
 from mantissa.rl.config.sections import LossScalingConfig
 from mantissa.rl.exact.plan import exact_plan, prove
 from mantissa.rl.flow import Flow

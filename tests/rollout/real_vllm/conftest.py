@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fake_vllm import masters
-from mantissa.kernels import rollout_kernels
+from mantissa.kernels import ResolvedPrecision, resolve, rollout_kernels
 from mantissa.model import ModelConfig
-from mantissa.precision import PrecisionPolicy, ResolvedPrecision, resolve
+from mantissa.precision import PrecisionPolicy
 from mantissa.rollout import NativeEngine, VllmEngine, VllmStart
 
 INSTALLED = importlib.util.find_spec("vllm") is not None

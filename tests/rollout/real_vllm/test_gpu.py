@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mantissa.kernels import rollout_kernels
+from mantissa.kernels import resolve, rollout_kernels
 from mantissa.model import Decoder, ModelConfig
-from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.precision import PrecisionPolicy
 from mantissa.rollout import NativeEngine, Request, SamplingParams, VllmEngine, VllmStart
 
 pytestmark = [pytest.mark.vllm, pytest.mark.gpu]

@@ -16,8 +16,8 @@ import torch
 import yaml
 
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import rollout_kernels
-from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.kernels import resolve, rollout_kernels
+from mantissa.precision import PrecisionPolicy
 from mantissa.rl import make_config
 from mantissa.rl.assemble import load_policy
 from mantissa.rl.config.recipe import apply_overrides

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import rollout_kernels
-from mantissa.precision import FP32, PrecisionPolicy, resolve
+from mantissa.kernels import resolve, rollout_kernels
+from mantissa.precision import FP32, PrecisionPolicy
 from mantissa.rollout import Request, SamplingParams, VllmEngine, VllmStart
 from mantissa.rollout.sampling import filter_logits
 from mantissa.rollout.vllm.server import WeightFolder

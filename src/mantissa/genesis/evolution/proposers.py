@@ -123,9 +123,9 @@ class Policy:
 
     def __init__(self, model: str, precision: str, max_tokens: int, temperature: float, device: str = "auto") -> None:
         from mantissa.base.device import choose_device
-        from mantissa.kernels import rollout_kernels
+        from mantissa.kernels import resolve, rollout_kernels
         from mantissa.model import policy_weights
-        from mantissa.precision import PrecisionPolicy, resolve
+        from mantissa.precision import PrecisionPolicy
         from mantissa.rl.adapters import open_policy, policy_folder
         from mantissa.rl.exact.plan import prove
         from mantissa.rollout import NativeEngine, SamplingParams

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mantissa.kernels.cpu import CpuProducts
 from mantissa.kernels.exact.kernels import PART, ExactAttention, Planned, cached, product
 from mantissa.kernels.exact.plan import ExactPlan
 from mantissa.kernels.native import NativeKernels, ProductOf
 from mantissa.precision import BF16, FP32, BlockScaled, NumberFormat, round_to_format
-from mantissa.precision.cpu import CpuProducts
 
 
 class ExactBf16Kernels(Planned, NativeKernels):

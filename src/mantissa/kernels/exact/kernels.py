@@ -27,10 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mantissa.kernels import cpu
+from mantissa.kernels.cpu import Products
 from mantissa.kernels.exact.plan import AttentionChoice, Choice, ExactPlan, pieces
-from mantissa.kernels.products import Products
 from mantissa.kernels.simulated import CausalAttention, SimulatedKernels, _Sigmoid, _SwiGLU, mask_beyond
-from mantissa.precision import FP32, Fp8Policy, NumberFormat, cpu, round_cached, round_to_format_
+from mantissa.precision import FP32, Fp8Policy, NumberFormat, round_cached, round_to_format_
 
 PART = 1 << 19  # values of SwiGLU at a time: 2 MB
 
@@ -114,7 +115,7 @@ def _swiglu(gate: Tensor, up: Tensor, negated: Tensor, fmt: NumberFormat) -> Ten
 def product(x_NE: Tensor, weight_FE: Tensor, choice: Choice, bias_F: Tensor | None = None) -> Tensor:
     """x @ weight^T in fp32, any leading shape, in the tiles chosen. To be called without gradients.
 
-    ``weight_FE`` may be packed (``products.packed``), which is what oneDNN reads fastest. Where the choice is bf16's,
+    ``weight_FE`` may be packed (``cpu.packed``), which is what oneDNN reads fastest. Where the choice is bf16's,
     all are bf16 tensors, and x @ weight^T + bias is rounded once; elsewhere there is no ``bias_F``.
     """
     x_ME, wide = x_NE.reshape(-1, x_NE.shape[-1]), choice.way == "fp64"
@@ -163,8 +164,8 @@ class ExactAttention(torch.autograd.Function):
       changes no sum; so it does not matter how many such keys there are, or what they hold.
     - P V is summed block by block, and the blocks' sums are added in order.
     - A call of the library has one of a few shapes: so many heads, so many queries, so many keys
-      (``AttentionChoice``). All of them are tried before a run (``probe.py``), whatever the number of sequences and
-      their lengths will be.
+      (``AttentionChoice``). All of them are tried before a run (``exact_probe.py``), whatever the number of sequences
+      and their lengths will be.
 
     The scale is applied to the finished scores: as a factor of the product (``baddbmm``'s alpha) its place would be
     the library's choice, before or after the sum, by the shape.

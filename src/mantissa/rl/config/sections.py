@@ -11,8 +11,9 @@ from pydantic import Field, model_validator
 
 from mantissa.base.config import Config
 from mantissa.base.errors import MantissaError
+from mantissa.kernels import Emulation
 from mantissa.model import FreshModelConfig, LoraConfig, Replay
-from mantissa.precision import Emulation, NumberFormat
+from mantissa.precision import NumberFormat
 from mantissa.training import AutoScaler, LossScaler, Moments, ScalerConfig, scaler_for
 from mantissa.training.masters import Masters
 

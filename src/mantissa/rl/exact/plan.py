@@ -7,6 +7,7 @@ import torch
 from mantissa.kernels import (
     ExactPlan,
     ModelShapes,
+    ResolvedPrecision,
     Way,
     check_invariance,
     learner_kernels,
@@ -16,7 +17,6 @@ from mantissa.kernels import (
     rollout_kernels,
 )
 from mantissa.model import Decoder
-from mantissa.precision import ResolvedPrecision
 
 
 def prove(

@@ -37,11 +37,12 @@ from mantissa.kernels import (
     first_difference,
     learner_kernels,
     operation,
+    resolve,
     rollout_kernels,
 )
 from mantissa.model import Decoder, ModelConfig, RopeScaling
 from mantissa.model.config import ExpertsShape
-from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.precision import PrecisionPolicy
 from mantissa.rl.exact.plan import exact_plan
 from mantissa.rl.experience import Sequences
 from mantissa.rl.score import Packed, forward

@@ -18,10 +18,10 @@ import torch
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import ALONE, Ranks
-from mantissa.kernels import Kernels, probe, rollout_kernels
+from mantissa.kernels import Kernels, probe, resolve, rollout_kernels
 from mantissa.mismatch.metrics import engine_share
 from mantissa.model import Decoder
-from mantissa.precision import PrecisionPolicy, resolve
+from mantissa.precision import PrecisionPolicy
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.exact.plan import exact_plan
 from mantissa.rl.experience import Experience

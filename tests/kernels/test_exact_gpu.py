@@ -1,4 +1,4 @@
-"""The exact native family: decoded log-probs are the trained ones bit by bit; fp8 layers; gradients; the probe.
+"""The exact family on a GPU: decoded log-probs are the trained ones bit by bit; fp8 layers; gradients; the probe.
 
 On a GPU, or interpreted on a CPU with TRITON_INTERPRET=1: there ``dot`` is numpy's, so equality shows that nothing but
 a row and its prefix enters a row's masks and places, and not how a tensor core sums.
@@ -16,8 +16,8 @@ pytest.importorskip("triton")
 
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import ModelShapes, NativeKernels, check_invariance, probe
-from mantissa.kernels.exact import probe as probe_module
-from mantissa.kernels.exact.native import ExactNativeKernels
+from mantissa.kernels import exact_probe as probe_module
+from mantissa.kernels.exact.gpu import ExactGpuKernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.model.decoder import Projection
 from mantissa.precision import (
@@ -61,7 +61,7 @@ def model_of(family: str = "qwen3") -> Decoder:
     return Decoder(config).initialize(torch.Generator().manual_seed(2)).to(DEVICE)
 
 
-def copy_of(model: Decoder, kernels: ExactNativeKernels) -> Decoder:
+def copy_of(model: Decoder, kernels: ExactGpuKernels) -> Decoder:
     """What a rollout holds: each master rounded once, or quantised once into codes and scales."""
     copy = Decoder(model.config).requires_grad_(False)
     for (name, module), source in zip(copy.named_modules(), model.modules(), strict=True):
@@ -77,7 +77,7 @@ def copy_of(model: Decoder, kernels: ExactNativeKernels) -> Decoder:
 class Rows:
     """Sequences that are decoded over caches of their own, some at a time, in any order."""
 
-    def __init__(self, model: Decoder, kernels: ExactNativeKernels, rows: int, capacity: int) -> None:
+    def __init__(self, model: Decoder, kernels: ExactGpuKernels, rows: int, capacity: int) -> None:
         config = model.config
         shape = (config.num_hidden_layers, rows, config.num_key_value_heads, capacity, config.head_dim)
         self.model, self.kernels = model, kernels
@@ -115,7 +115,7 @@ CASES: dict[str, tuple[NumberFormat, dict[str, Any], str]] = {
 def test_decoded_logits_are_the_learner_s(case: str) -> None:
     """Every position of every sequence, decoded in ever other company, against one forward with autograd on."""
     fmt, options, family = CASES[case]
-    kernels, model = ExactNativeKernels(fmt, **options), model_of(family)
+    kernels, model = ExactGpuKernels(fmt, **options), model_of(family)
     rows, length = (3, 6) if INTERPRETED else (12, 90)
     tokens = torch.randint(0, 50, (rows, length))
     trained = model.logits(model(tokens.to(DEVICE), kernels), kernels)
@@ -137,9 +137,9 @@ def test_decoded_logits_are_the_learner_s(case: str) -> None:
 @pytest.mark.parametrize("change", ["gate", "attention", "norm", "head"])
 def test_one_operation_of_another_family_is_noticed(change: str) -> None:
     """The comparison can fail: one operation of the fast family on one side only, in fp32."""
-    model, exact = model_of(), ExactNativeKernels(FP32)
+    model, exact = model_of(), ExactGpuKernels(FP32)
     tokens = torch.randint(0, 50, (3, 12)).to(DEVICE)
-    other, fast = ExactNativeKernels(FP32), NativeKernels(FP32)
+    other, fast = ExactGpuKernels(FP32), NativeKernels(FP32)
     replaced = {
         "gate": ("swiglu", fast.swiglu),
         "attention": ("causal_attention", fast.causal_attention),
@@ -156,7 +156,7 @@ def test_one_operation_of_another_family_is_noticed(change: str) -> None:
 @pytest.mark.parametrize("fmt", [FP32, BF16], ids=str)
 def test_the_engine_s_log_probs_are_the_learner_s(fmt: NumberFormat) -> None:
     """Continuous batching: ragged prompts, shared prefill, fewer slots than samples."""
-    kernels, model = ExactNativeKernels(fmt), model_of()
+    kernels, model = ExactGpuKernels(fmt), model_of()
     engine = NativeEngine(model.config, kernels, kv_format=fmt, slots=3, max_length=40, device=DEVICE)
     engine.sync(dict(model.named_parameters()), version=0)
     requests = [Request(prompt, seed=i, samples=2) for i, prompt in enumerate([(3, 4, 5), (7,), (9, 8, 7, 6, 5, 4)])]
@@ -182,7 +182,7 @@ def test_the_invariance_probe(fault: str, monkeypatch: pytest.MonkeyPatch) -> No
     """It passes the family, and names each operation that looks at how many rows there are."""
     if INTERPRETED:
         monkeypatch.setattr(probe_module, "ROWS", (1, 5))
-    kernels = ExactNativeKernels(FP32)
+    kernels = ExactGpuKernels(FP32)
     name = "cached_attention" if fault == "attention" else fault
     if fault:
         sound = getattr(kernels, name)
@@ -203,7 +203,7 @@ def test_the_invariance_probe(fault: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @formats
 def test_the_probe_accepts_the_family(fmt: NumberFormat) -> None:
-    evidence = probe(ExactNativeKernels(fmt), DEVICE)
+    evidence = probe(ExactGpuKernels(fmt), DEVICE)
     assert "keeps 1+u" in evidence
     assert fmt is FP32 or "accumulates wider than it stores" in evidence
 
@@ -213,7 +213,7 @@ def test_keys_and_values_are_rounded_as_the_cache_rounds_them() -> None:
     q, k, v = (torch.randn(1, h, 9, 16, device=DEVICE).half() for h in (4, 2, 2))
     rounded = [round_cached(x, E4M3) for x in (k, v)]
     assert not torch.equal(rounded[0], k)
-    with_cache, without = ExactNativeKernels(FP16, kv_format=E4M3), ExactNativeKernels(FP16)
+    with_cache, without = ExactGpuKernels(FP16, kv_format=E4M3), ExactGpuKernels(FP16)
     assert torch.equal(with_cache.causal_attention(q, k, v), without.causal_attention(q, *rounded))
     leaves, plain = ([x.clone().requires_grad_() for x in xs] for xs in ((q, k, v), (q, *rounded)))
     ours = torch.autograd.grad(with_cache.causal_attention(*leaves).sum(), leaves)

@@ -1,4 +1,13 @@
-"""What this CPU multiplies itself, and which library multiplies a product of a shape fastest: measured, then held.
+"""The products of the fast families on a CPU: by the library that was measured to be the faster one for a shape.
+
+What torch calls for ``x @ w^T`` packs the weight anew at each call, which for a few rows costs as much as the product:
+16 rows of a 576 x 3072 weight run at 40 GFLOP/s on one core of an AMD EPYC (Zen 4, AVX-512) whose peak is 105. oneDNN,
+which comes with torch, gives 48 there, and 73 where the weight was packed beforehand. On Zen 5 it takes less than half
+of the other's time from 64 rows on, in all three products of a linear map (576 x 1536, one thread).
+
+A packed weight is an ordinary tensor in a layout of oneDNN's own: its values are the same, and ``to_dense`` gives them
+back. Only what does not train is kept so. In bf16, where the processor multiplies it itself, a packed product takes
+half of fp32's time from one row on (1 to 512 rows of 576 x 1536, AMD Zen 5): its weight has half the bytes.
 
 Processors with AMX (Intel's servers from Sapphire Rapids on) or AVX512-BF16 (AMD from Zen 4 on, Intel's Cooper Lake)
 multiply bf16 values exactly and add in fp32; on others the same call widens its operands and is no faster than fp32.
@@ -11,8 +20,9 @@ What a library makes of a processor cannot be read from its name: instructions m
 fp32 has them. That takes a second or two, once a machine: the result is kept in the user's cache folder, by processor,
 versions and held-back instructions, in a run's ``environment.json``, and held fixed by a resume.
 
-Legend: N rows, E features in, F features out; the three products of a linear map are y = x W^T (``forward``), the
-gradient of x, g W (``input``), and the gradient of W, g^T x (``weight``). ``heads``: products of attention's heads.
+Legend: N rows (any leading shape), E features in, F features out; the three products of a linear map are y = x W^T
+(``forward``), the gradient of x, g W (``input``), and the gradient of W, g^T x (``weight``). ``heads``: products of
+attention's heads.
 """
 
 from __future__ import annotations
@@ -24,7 +34,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +46,7 @@ from torch import Tensor
 from mantissa.base.errors import MantissaError
 from mantissa.base.processor import cpu_model
 from mantissa.base.readers.json import parse_json
+from mantissa.precision import BlockScaled, int8_codes
 
 Side = Literal["forward", "input", "weight", "heads"]
 Operands = Literal["fp32", "bf16"]  # what fp32 tensors hold: any values, or values on bf16's grid
@@ -52,6 +63,131 @@ _ROUNDS = 4
 _GAIN = 0.8
 _WORTH = 0.95  # of torch's time: a way that gains less is not taken
 _SMALL_PRODUCT = 1 << 21  # multiplications from which an unmeasured product goes to oneDNN
+_ONEDNN = torch.backends.mkldnn.is_available()
+_SMALL_WEIGHT = 1 << 16
+_INT8_FEATURES = (1 << 17) - 1  # of 128 * 128 each: one more could make 2^31
+
+
+class Products:
+    """The three products of a linear map, each by the way that was measured to be the fastest for its shape.
+
+    ``operands``: what the fp32 tensors hold, any values or bf16's; what has bf16's dtype has one way. ``table``: what
+    was measured (``CpuProducts``); None: on this machine. Not differentiable: for use inside an operation.
+    """
+
+    def __init__(self, operands: Operands = "fp32", table: CpuProducts | None = None) -> None:
+        self.operands, self.table = operands, table
+
+    def _way(self, side: Side, x: Tensor, rows: int, weight: int) -> str:
+        if x.is_cuda:
+            return TORCH
+        if self.table is None:  # not before there is a product: what runs on a GPU needs none
+            self.table = products()
+        return self.table.way(self.operands, side, rows, weight)
+
+    def forward(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        """x @ weight^T + bias; ``weight_FE`` may be packed."""
+        if weight_FE.is_mkldnn:
+            return multiply(ONEDNN, x_NE, weight_FE, bias_F)
+        way = self._way("forward", x_NE, x_NE.numel() // max(1, x_NE.shape[-1]), weight_FE.numel())
+        return multiply(way, x_NE, weight_FE, bias_F)
+
+    def of_input(self, grad_NF: Tensor, weight_FE: Tensor) -> Tensor:
+        """The gradient of x: grad @ weight."""
+        rows = grad_NF.numel() // max(1, grad_NF.shape[-1])
+        return multiply(self._way("input", grad_NF, rows, weight_FE.numel()), grad_NF, weight_FE.t())
+
+    def of_weight(self, grad_NF: Tensor, x_NE: Tensor) -> Tensor:
+        """The gradient of the weight: grad^T @ x, of two matrices."""
+        way = self._way("weight", grad_NF, len(grad_NF), grad_NF.shape[1] * x_NE.shape[1])
+        return multiply(way, grad_NF.t(), x_NE.t())
+
+    def heads(self, x: Tensor, rows: int, values: int) -> AbstractContextManager[None]:
+        """Within this, batched products take the way of ``rows`` rows by ``values`` values for each head."""
+        return switched(self._way("heads", x, rows, values) == BF16)
+
+
+def int8(x_NE: Tensor, weight_FE: BlockScaled, bias_F: Tensor | None = None) -> Tensor:
+    """Q(x) Q(W)^T + bias, fp32, both operands int8: ``x_NE`` quantised here by row, the weight by row beforehand.
+
+    The sum of the codes' products is exact, as int32, in whatever order a library adds. It is rounded to fp32 once and
+    multiplied by the two scales.
+    """
+    if x_NE.shape[-1] > _INT8_FEATURES:
+        raise MantissaError(f"int8: a product sums {x_NE.shape[-1]:,} features, at most {_INT8_FEATURES:,} fit int32")
+    codes_NE, scales_N1 = int8_codes(x_NE.reshape(-1, x_NE.shape[-1]))
+    sums_NF = torch._int_mm(codes_NE, weight_FE.codes.t()).float()
+    out_NF = sums_NF.mul_(scales_N1).mul_(weight_FE.scales.view(-1))
+    return (out_NF if bias_F is None else out_NF.add_(bias_F)).view(*x_NE.shape[:-1], len(weight_FE.codes))
+
+
+def packable(shape: tuple[int, ...]) -> bool:
+    """Whether a weight of this shape gains from oneDNN and its layout."""
+    return _ONEDNN and len(shape) == 2 and math.prod(shape) >= _SMALL_WEIGHT
+
+
+def joinable(weights_FE: Sequence[Tensor]) -> bool:
+    """Whether these weights of one input gain from being one product's: each would be ``packed``."""
+    return all(_lays_out(weight) for weight in weights_FE)
+
+
+def packed(weight_FE: Tensor) -> Tensor:
+    """``weight_FE`` in the layout that a product reads fastest; itself where that is the one it has."""
+    if not _lays_out(weight_FE):
+        return weight_FE
+    layout: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_FE.contiguous())
+    return layout
+
+
+def _lays_out(weight_FE: Tensor) -> bool:
+    own = weight_FE.dtype is torch.bfloat16 and "bf16" in products().own  # else oneDNN may have no such product
+    known = weight_FE.device.type == "cpu" and (weight_FE.dtype is torch.float32 or own)
+    return known and packable(tuple(weight_FE.shape))
+
+
+def multiply(way: str, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
+    """x @ weight^T + bias by ``way``. Not differentiable.
+
+    Both may be transposed; oneDNN reads parts of larger matrices by a loop a thousand times slower: those are torch's.
+    """
+    if way == TORCH or not (weight_FE.is_mkldnn or _is_whole(weight_FE)):
+        return F.linear(x_NE, weight_FE, bias_F)
+    if not x_NE.numel():
+        return x_NE.new_zeros(*x_NE.shape[:-1], weight_FE.shape[0])
+    x_NE = x_NE if _is_whole(x_NE) else x_NE.contiguous()
+    if way != BF16:
+        return onednn(x_NE, weight_FE, bias_F)
+    with switched():
+        return onednn(x_NE, weight_FE, bias_F)
+
+
+def onednn(x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
+    """The same by oneDNN; ``weight_FE`` may be in a layout of its own."""
+    out_NF: Tensor = torch.ops.mkldnn._linear_pointwise(x_NE, weight_FE, bias_F, "none", [], "")
+    return out_NF
+
+
+def _is_whole(x: Tensor) -> bool:
+    return x.is_contiguous() or (x.dim() == 2 and x.t().is_contiguous())
+
+
+@contextmanager
+def switched(on: bool = True) -> Iterator[None]:
+    """Within this, oneDNN may multiply fp32 tensors as bf16: only for operands that hold bf16's values.
+
+    The switch is the process's, so it is set around our own products and put back: what another thread multiplies in
+    that moment, in fp32, would be rounded too.
+    """
+    if not on:
+        yield
+        return
+    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def _unmeasured() -> dict[str, tuple[str, ...]]:
@@ -152,51 +288,6 @@ def _runs_of(row: str) -> str:
         if row[at] != row[at - 1]:
             parts.append(f"{_NAMES[row[at]]} from {_CLASSES[at]} rows on")
     return ", ".join(parts)
-
-
-def multiply(way: str, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
-    """x @ weight^T + bias by ``way``. Not differentiable.
-
-    Both may be transposed; oneDNN reads parts of larger matrices by a loop a thousand times slower: those are torch's.
-    """
-    if way == TORCH or not (weight_FE.is_mkldnn or _is_whole(weight_FE)):
-        return F.linear(x_NE, weight_FE, bias_F)
-    if not x_NE.numel():
-        return x_NE.new_zeros(*x_NE.shape[:-1], weight_FE.shape[0])
-    x_NE = x_NE if _is_whole(x_NE) else x_NE.contiguous()
-    if way != BF16:
-        return onednn(x_NE, weight_FE, bias_F)
-    with switched():
-        return onednn(x_NE, weight_FE, bias_F)
-
-
-def onednn(x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
-    """The same by oneDNN; ``weight_FE`` may be in a layout of its own."""
-    out_NF: Tensor = torch.ops.mkldnn._linear_pointwise(x_NE, weight_FE, bias_F, "none", [], "")
-    return out_NF
-
-
-def _is_whole(x: Tensor) -> bool:
-    return x.is_contiguous() or (x.dim() == 2 and x.t().is_contiguous())
-
-
-@contextmanager
-def switched(on: bool = True) -> Iterator[None]:
-    """Within this, oneDNN may multiply fp32 tensors as bf16: only for operands that hold bf16's values.
-
-    The switch is the process's, so it is set around our own products and put back: what another thread multiplies in
-    that moment, in fp32, would be rounded too.
-    """
-    if not on:
-        yield
-        return
-    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Exact native kernels: on a GPU, the same bits for a token whether it is decoded or trained on.
+"""Exact kernels on a GPU: the same bits for a token whether it is decoded or trained on.
 
 The forward of each operation is a kernel whose result for a row depends on that row, the weights and its own prefix
 alone (``kernels/triton`` says how); casts, gathers and the sum of two tensors
@@ -8,32 +8,21 @@ Keys and values are rounded to the cache's format before they are attended to, i
 passes through unchanged.
 
 Interpreted on a CPU and compiled for sm_80 and sm_90; not yet run on a GPU.
-
-The probe behind ``kernels=exact`` on a GPU: does a row get the same bits wherever it stands, in this model's shapes?
-
-The Triton kernels have one way each, so nothing is chosen here: what differs is an error. As on a CPU a probe samples,
-and can refute a kernel but not prove it; so the loop compares every sampled token's log-prob as well.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mantissa.base.errors import MantissaError
-from mantissa.kernels.exact.plan import ModelShapes
-from mantissa.kernels.exact.probe import Work, other_bits, row_operations
-from mantissa.kernels.interface import Kernels
 from mantissa.kernels.native import NativeKernels, ProductOf
 from mantissa.kernels.simulated import Product
 from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_cached
 
 
-class ExactNativeKernels(NativeKernels):
+class ExactGpuKernels(NativeKernels):
     """The operations in ``fmt`` on CUDA tensors, row-invariant. See ``Kernels`` for each one's contract.
 
     ``kv_format``: the grid of the rollout's cache; None where it is ``fmt`` itself.
@@ -115,62 +104,3 @@ class _AsCached(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
-
-
-_ROWS = 300  # that are compared with themselves among fewer
-_VALUES = 1 << 28  # that a product may give: 1 GiB of fp32 logits
-_LONGEST = 1100  # positions of a sequence: more than two chunks of keys
-
-
-def check_invariance(kernels: Kernels, shapes: ModelShapes, device: torch.device | str) -> str:
-    """Compare each row among few with the same row among many, bit by bit; returns what was compared.
-
-    Products, norms, SwiGLU, the log-prob, and attention, of whole sequences against a cache. ``MantissaError`` names
-    the first that differs.
-    """
-    generator = torch.Generator(device).manual_seed(0)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device).to(kernels.dtype)
-
-    def products() -> Iterator[tuple[str, int, int, Work]]:
-        for (outputs, inputs), names in shapes.sizes.items():
-            weight = drawn(outputs, inputs)
-            multiply = kernels.logits if outputs == shapes.vocabulary else kernels.linear
-            most = max(_ROWS, min(shapes.rows, _VALUES // outputs))
-            yield f"{names} {inputs}x{outputs}", inputs, most, lambda x, _, f=multiply, w=weight: f(x, w)  # type: ignore[misc]
-
-    compared = []
-    with torch.no_grad():
-        others = ((name, width, _ROWS, work) for name, width, work in row_operations(kernels, shapes, drawn))
-        for name, width, most, work in itertools.chain(products(), others):
-            x = drawn(most, width)
-            count = other_bits(work, x, work(x, 0))
-            if count:
-                raise _refuted(f"{name} gives a row other bits among {count} rows than among {most}", kernels)
-            compared.append(name)
-        compared.append(_attention(kernels, shapes, drawn))
-    return "row-invariant: " + ", ".join(compared)
-
-
-def _attention(kernels: Kernels, shapes: ModelShapes, drawn: Callable[..., Tensor]) -> str:
-    length, size = min(shapes.length, _LONGEST), shapes.head_dim
-    q, k, v = (drawn(3, heads, length, size) for heads in (shapes.heads, shapes.kv_heads, shapes.kv_heads))
-    whole = kernels.causal_attention(q, k, v)
-    for kept in {1, min(65, length), length - 1} - {0}:
-        few = kernels.causal_attention(*(x[1:2, :, :kept] for x in (q, k, v)))
-        if not torch.equal(few, whole[1:2, :, :kept]):
-            raise _refuted(f"attention gives {kept} positions of one sequence other bits than of three", kernels)
-    for at in sorted({n - 1 for n in (1, 2, 64, 65, 129, 512, 513, 700, length) if n <= length}):
-        keys, values = (torch.cat((x[:, :, : at + 1], drawn(3, x.shape[1], 70, size)), 2) for x in (k, v))
-        lengths = torch.full((3,), at + 1, device=q.device)
-        if not torch.equal(kernels.cached_attention(q[:, :, at], keys, values, lengths), whole[:, :, at]):
-            raise _refuted(f"attention gives position {at} other bits from a cache than in its sequence", kernels)
-    return f"attention of 1 to {length} positions"
-
-
-def _refuted(what: str, kernels: Kernels) -> MantissaError:
-    return MantissaError(
-        f"precision.kernels=exact: on this GPU {what}, in {kernels.format}; choose kernels=fast, or another build of "
-        "Triton"
-    )

@@ -1,11 +1,13 @@
-"""What each role of a policy really uses on a device, decided before anything runs, with the reason.
+"""What each role of a policy really uses on a device, decided before anything runs, with the reason; and its kernels.
 
-``resolve`` refuses where what was asked for and what would run differ.
+``resolve`` refuses where what was asked for and what would run differ. ``learner_kernels``, ``rollout_kernels`` and
+``reference_kernels`` then make the family that it decided on.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 import warnings
 from dataclasses import dataclass
@@ -14,11 +16,17 @@ from typing import Any
 import torch
 
 from mantissa.base.errors import MantissaError
-from mantissa.precision import cpu
-from mantissa.precision.emulation import Emulation
-from mantissa.precision.formats import BF16, DIAL, E4M3, FP32, NumberFormat, format_named
-from mantissa.precision.policy import Backend, Fp8Policy, PrecisionPolicy, role_format
-from mantissa.precision.schemes import SCHEMES
+from mantissa.kernels import cpu
+from mantissa.kernels.emulated import EmulatedKernels, Emulation
+from mantissa.kernels.exact.bf16 import ExactBf16Kernels
+from mantissa.kernels.exact.gpu import ExactGpuKernels
+from mantissa.kernels.exact.kernels import ExactKernels
+from mantissa.kernels.exact.plan import ExactPlan
+from mantissa.kernels.interface import Kernels
+from mantissa.kernels.native import NativeKernels
+from mantissa.kernels.simulated import SimulatedKernels
+from mantissa.precision import BF16, DIAL, E4M3, FP32, SCHEMES, Fp8Policy, NumberFormat, PrecisionPolicy, format_named
+from mantissa.precision.policy import Backend, role_format
 
 
 @dataclass(frozen=True)
@@ -314,3 +322,49 @@ def _resolve_quantized(
     what = "weights and activations" if SCHEMES[requested].activations else "weights"
     why = f"{what} of {quantized}: values on their grids in fp32 on {device.type}, fp32 accumulation"
     return ResolvedRole(role, requested, format_named(quantized.base), "simulated", why, quantized)
+
+
+def learner_kernels(precision: ResolvedPrecision, plan: ExactPlan | None = None) -> Kernels:
+    """The kernels of the learner: weights given are fp32 masters, rounded where they are used.
+
+    ``plan``: what ``plan_exact`` found on this machine; exact kernels on a CPU need one.
+    """
+    return _kernels(precision.learner, precision, plan, copies=False)
+
+
+def rollout_kernels(precision: ResolvedPrecision, plan: ExactPlan | None = None) -> Kernels:
+    """The kernels of the rollout: weights given are the engine's own copy, already on the grid."""
+    return _kernels(precision.rollout, precision, plan, copies=True)
+
+
+def reference_kernels(precision: ResolvedPrecision, plan: ExactPlan | None = None) -> Kernels:
+    """The kernels of the reference policy: weights given are its own copy, already on the grid."""
+    if precision.reference is None:
+        raise ValueError("this precision was resolved without a reference policy")
+    return _kernels(precision.reference, precision, plan, copies=True)
+
+
+def _kernels(role: ResolvedRole, precision: ResolvedPrecision, plan: ExactPlan | None, copies: bool) -> Kernels:
+    """A role's family. ``copies``: its weights are copies, made by ``copied``; a native family tells by their dtype."""
+    fmt, logits, cache = role.active, precision.logits.active, precision.kv_cache.active
+    cuda = precision.device.startswith("cuda")
+    needs_triton = cuda and role.backend == "native" and (role.exact or role.fp8 is not None)
+    if needs_triton and importlib.util.find_spec("triton") is None:
+        raise MantissaError(
+            f"precision: the {role.role}'s {'exact kernels' if role.exact else 'fp8 products'} are Triton kernels, and "
+            "triton is not installed; it comes with torch's CUDA build"
+        )
+    table = precision.products
+    if role.emulation is not None:
+        return EmulatedKernels(fmt, role.emulation, logits, copies, role.fp8, table)
+    if role.exact and not cuda:
+        if plan is None:
+            raise ValueError(f"the {role.role}'s kernels are exact: pass the plan that plan_exact made")
+        if plan.bf16 and fmt is BF16 and role.fp8 is None:
+            return ExactBf16Kernels(plan, logits, cache, table, copies)
+        return ExactKernels(fmt, plan, logits, copies, cache, role.fp8, table)
+    if role.exact:
+        return ExactGpuKernels(fmt, logits, role.fp8, cache)
+    if role.backend == "native":
+        return NativeKernels(fmt, logits, role.fp8, table, copies and not cuda)
+    return SimulatedKernels(fmt, logits, copies, role.fp8, table)

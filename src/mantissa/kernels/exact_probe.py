@@ -1,4 +1,4 @@
-"""The probe behind ``kernels=exact`` on a CPU: which calls of the library give a row the same bits wherever it stands.
+"""The probe behind ``kernels=exact``: which calls of a CPU's library give a row the same bits wherever it stands.
 
 Nothing is taken from a table of processors or libraries. Products and attention are made of a few shapes of calls
 (``plan.py``), and here each of them is tried on the model's own sizes, on full fp32 significands (values on a
@@ -16,11 +16,14 @@ Where the model has biases all are tried with one as well, for the library adds 
 
 The numbers are random: two orders of a sum that agree on all of some thousand sums are taken to be one. So the loop
 compares every sampled token's log-prob as well.
+
+On a GPU the Triton kernels have one way each, so ``check_invariance`` chooses nothing: what differs is an error.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +33,9 @@ import torch
 from torch import Tensor
 
 from mantissa.base.errors import MantissaError
+from mantissa.kernels import cpu
 from mantissa.kernels import probe as probes
+from mantissa.kernels.cpu import Products, packable, packed
 from mantissa.kernels.exact.bf16 import ExactBf16Kernels
 from mantissa.kernels.exact.kernels import (
     BLOCK,
@@ -44,8 +49,8 @@ from mantissa.kernels.exact.kernels import (
 )
 from mantissa.kernels.exact.plan import WAYS, AttentionChoice, Choice, ExactPlan, ModelShapes, Way
 from mantissa.kernels.interface import Kernels
-from mantissa.kernels.products import Products, packable, packed
-from mantissa.precision import BF16, FP32, ResolvedRole, cpu, round_to_format
+from mantissa.kernels.roles import ResolvedRole
+from mantissa.precision import BF16, FP32, round_to_format
 
 _FEW = (4, 8)  # rows of a decode step that holds a few sequences: 0.6 of the time of 16 (576 x 1536, Zen 5)
 _TILES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -513,3 +518,62 @@ def _check_rows(
                 )
         names.append(name)
     return names
+
+
+_GPU_ROWS = 300  # that are compared with themselves among fewer
+_VALUES = 1 << 28  # that a product may give: 1 GiB of fp32 logits
+_LONGEST = 1100  # positions of a sequence: more than two chunks of keys
+
+
+def check_invariance(kernels: Kernels, shapes: ModelShapes, device: torch.device | str) -> str:
+    """Compare each row among few with the same row among many, bit by bit; returns what was compared.
+
+    Products, norms, SwiGLU, the log-prob, and attention, of whole sequences against a cache. ``MantissaError`` names
+    the first that differs.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(kernels.dtype)
+
+    def products() -> Iterator[tuple[str, int, int, Work]]:
+        for (outputs, inputs), names in shapes.sizes.items():
+            weight = drawn(outputs, inputs)
+            multiply = kernels.logits if outputs == shapes.vocabulary else kernels.linear
+            most = max(_GPU_ROWS, min(shapes.rows, _VALUES // outputs))
+            yield f"{names} {inputs}x{outputs}", inputs, most, lambda x, _, f=multiply, w=weight: f(x, w)  # type: ignore[misc]
+
+    compared = []
+    with torch.no_grad():
+        others = ((name, width, _GPU_ROWS, work) for name, width, work in row_operations(kernels, shapes, drawn))
+        for name, width, most, work in itertools.chain(products(), others):
+            x = drawn(most, width)
+            count = other_bits(work, x, work(x, 0))
+            if count:
+                raise _differs(f"{name} gives a row other bits among {count} rows than among {most}", kernels)
+            compared.append(name)
+        compared.append(_cached_against_whole(kernels, shapes, drawn))
+    return "row-invariant: " + ", ".join(compared)
+
+
+def _cached_against_whole(kernels: Kernels, shapes: ModelShapes, drawn: Callable[..., Tensor]) -> str:
+    length, size = min(shapes.length, _LONGEST), shapes.head_dim
+    q, k, v = (drawn(3, heads, length, size) for heads in (shapes.heads, shapes.kv_heads, shapes.kv_heads))
+    whole = kernels.causal_attention(q, k, v)
+    for kept in {1, min(65, length), length - 1} - {0}:
+        few = kernels.causal_attention(*(x[1:2, :, :kept] for x in (q, k, v)))
+        if not torch.equal(few, whole[1:2, :, :kept]):
+            raise _differs(f"attention gives {kept} positions of one sequence other bits than of three", kernels)
+    for at in sorted({n - 1 for n in (1, 2, 64, 65, 129, 512, 513, 700, length) if n <= length}):
+        keys, values = (torch.cat((x[:, :, : at + 1], drawn(3, x.shape[1], 70, size)), 2) for x in (k, v))
+        lengths = torch.full((3,), at + 1, device=q.device)
+        if not torch.equal(kernels.cached_attention(q[:, :, at], keys, values, lengths), whole[:, :, at]):
+            raise _differs(f"attention gives position {at} other bits from a cache than in its sequence", kernels)
+    return f"attention of 1 to {length} positions"
+
+
+def _differs(what: str, kernels: Kernels) -> MantissaError:
+    return MantissaError(
+        f"precision.kernels=exact: on this GPU {what}, in {kernels.format}; choose kernels=fast, or another build of "
+        "Triton"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mantissa.base.errors import MantissaError
-from mantissa.precision import Emulation
+from mantissa.kernels import Emulation
 
 
 @pytest.mark.parametrize(

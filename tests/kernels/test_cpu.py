@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from mantissa.base.errors import MantissaError
-from mantissa.precision import PrecisionPolicy, cpu, resolve
-from mantissa.precision.cpu import CpuProducts
+from mantissa.kernels import cpu, resolve
+from mantissa.kernels.cpu import CpuProducts
+from mantissa.precision import PrecisionPolicy
 
 REAL_PRODUCTS: Any = cpu.products  # tests stand in for it
 
