@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from mantissa.base.files import atomic_file, disk_errors, write_atomically
-from mantissa.doctor.diagnosis import Diagnosis, Verdict
+from mantissa.doctor import words
+from mantissa.doctor.diagnosis import Basis, Diagnosis, Verdict
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.examine import remedies_for
@@ -61,13 +62,16 @@ def as_row(diagnosis: Diagnosis) -> dict[str, Any]:
     row = asdict(diagnosis)
     row["fault"] = None if diagnosis.fault is None else diagnosis.fault.name
     row["verdict"] = diagnosis.verdict.value
+    row["decided"], row["routers"] = words.decided(diagnosis), diagnosis.basis is Basis.ROUTERS
+    row["unknown"] = [each.said for each in diagnosis.unknown]
     return plain(row)
 
 
 def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens, with_model: Sequence[Block]) -> list[Block]:
     f, table_of = diagnosis.figures, facts()
     rows: list[tuple[Any, ...]]
-    lines = [] if diagnosis.fault is None or diagnosis.decided else [table_of.faults[diagnosis.fault.name].means]
+    by_model = diagnosis.basis in (Basis.CAUSE, Basis.SIDE)
+    lines = [] if diagnosis.fault is None or by_model else [table_of.faults[diagnosis.fault.name].means]
     blocks = [
         block("h1", f"Doctor: {dump.path.name}"),
         block("sub", f"{f['tokens']:,} tokens of {f['sequences']:,} sequences, written by {dump.framework}. d = "
@@ -106,7 +110,10 @@ def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens, with_model: Sequen
         table(("signature", "result", "what it says", "p", "detectable"), rows, ("", "n", "", "n", "n")),
     ]  # fmt: skip
     if diagnosis.unknown:
-        blocks += [block("h2", "What this cannot know"), table(("",), [(said,) for said in diagnosis.unknown], ("",))]
+        blocks += [
+            block("h2", "What this cannot know"),
+            table(("",), [(each.said,) for each in diagnosis.unknown], ("",)),
+        ]
     return blocks
 
 
