@@ -16,10 +16,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import doctor_mistakes
 import doctor_strangers
 
+from mantissa.doctor import words
 from mantissa.doctor.consult import consult
+from mantissa.doctor.diagnosis import Basis, CauseKind, Diagnosis, Verdict, Which
 from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.examine import examine
-from mantissa.doctor.sides import Weights
+from mantissa.doctor.sides import Fed, Weights
 from mantissa.doctor.words import first_line
 from mantissa.model import Decoder, load_model
 
@@ -42,43 +44,52 @@ def made(family: doctor_strangers.Family) -> dict[str, Any]:
     return {case.name: case for case in doctor_mistakes.cases(family, wanted.__contains__)}
 
 
-def headline(sequences: list[Scored], model: Decoder, versions: dict[str, Weights] | None = None,
-             said: list[str] | None = None) -> str:  # fmt: skip
+def asked(sequences: list[Scored], model: Decoder, versions: dict[str, Weights] | None = None,
+          said: list[str] | None = None) -> Diagnosis:  # fmt: skip
     dump = Dump("plain", Path("blind"), sequences, Settings(1.0, rollout_format="fp32", learner_format="fp32"))
     say = (lambda line: None) if said is None else said.append
     found = consult(dump, examine(dump), model, versions or {}, say=say).diagnosis
-    assert not found.decided or first_line(found) == f"Something is wrong: {found.decided}."
-    assert not found.decided or found.decided in found.headline or "is not this model" in found.decided
-    return found.headline
+    if found.basis in (Basis.CAUSE, Basis.SIDE):
+        assert found.verdict is Verdict.FAULT
+        assert first_line(found) == f"Something is wrong: {words.decided(found)}."
+    return found
 
 
-DECIDED = {
-    "BOS missing": "the prompt without its first token in the learner",
-    "prompt cut in half": "the prompt without its first half in the learner",
-    "responses' positions moved by 3": "positions of responses moved by +3 in the learner",
-    "rope theta 100 times": "a rope_theta 100 times as large in the learner",
+def is_decided(found: Diagnosis, kind: CauseKind, side: Which, **change: Any) -> None:
+    """By the model, for the cause that changes ``side`` so."""
+    assert found.decided is not None, found.headline
+    assert (found.basis, found.decided.kind, found.decided.side, found.side) == (Basis.CAUSE, kind, side, side)
+    assert found.decided.name == words.cause(kind, side, change)
+    assert found.decided.name in found.headline
+
+
+DECIDED: dict[str, tuple[CauseKind, dict[str, Any]]] = {
+    "BOS missing": (CauseKind.PROMPT, {"prompt": Fed.NO_FIRST}),
+    "prompt cut in half": (CauseKind.PROMPT, {"prompt": Fed.NO_FIRST_HALF}),
+    "responses' positions moved by 3": (CauseKind.POSITIONS, {"moved": 3}),
+    "rope theta 100 times": (CauseKind.ROPE, {"theta": 100.0}),
 }
 AT_FAULT = {
-    "dropout left on": "or it is random (dropout: score twice)",
-    "weights not synced": "are not this model's",
-    "adapter on the head missing": "are not this model's",
+    "dropout left on": ("too_large",),
+    "weights not synced": ("weights", "too_large"),
+    "adapter on the head missing": ("weights", "too_large"),
 }
 DRAWN = "top-p 0.9 drawn, log-probs of the whole law"
 
 
 @pytest.mark.parametrize("name", DECIDED)
 def test_the_model_decides_which_cause_it_was(name: str, made: dict[str, Any], model: Decoder) -> None:
-    said = headline(made[name].sequences, model)
-    assert DECIDED[name] in said, said
-    swapped = headline(doctor_strangers.swapped(made[name].sequences), model)
-    assert DECIDED[name].replace("learner", "rollout") in swapped, swapped
+    kind, change = DECIDED[name]
+    is_decided(asked(made[name].sequences, model), kind, "learner", **change)
+    is_decided(asked(doctor_strangers.swapped(made[name].sequences), model), kind, "rollout", **change)
 
 
 @pytest.mark.parametrize("name", AT_FAULT)
 def test_where_no_cause_is_known_the_side_at_fault_is(name: str, made: dict[str, Any], model: Decoder) -> None:
-    said = headline(made[name].sequences, model)
-    assert "a fault in the learner: the rollout's log-probs come back" in said, said
-    assert AT_FAULT[name] in said, said
+    found = asked(made[name].sequences, model)
+    assert (found.basis, found.side, found.decided) == (Basis.SIDE, "learner", None), found.headline
+    assert found.fault is not None
+    assert found.fault.name in AT_FAULT[name], found.headline
 
 
 OLDER = {
@@ -93,10 +104,14 @@ def test_the_other_weights_are_named_where_they_are_given(name: str, made: dict[
     changed = ((each, OLDER[name](each, p.detach())) for each, p in family.model.named_parameters())
     other = {each: w for each, w in changed if w is not None}
     versions = {"older": {**{each: p.detach() for each, p in model.named_parameters()}, **other}}
-    for rows, side in ((made[name].sequences, "learner"), (doctor_strangers.swapped(made[name].sequences), "rollout")):
+    swapped = doctor_strangers.swapped(made[name].sequences)
+    both: tuple[tuple[list[Scored], Which], ...] = ((made[name].sequences, "learner"), (swapped, "rollout"))
+    for rows, side in both:
         lines: list[str] = []
-        said = headline(rows, model, versions, lines)
-        assert f"weights of older in the {side} makes 100%" in said, said
+        found = asked(rows, model, versions, lines)
+        is_decided(found, CauseKind.WEIGHTS, side, weights="older")
+        assert found.decided is not None
+        assert found.decided.share > 0.995
         assert sum("scoring" in line for line in lines) == 2, lines  # as declared, and with these weights
 
 
@@ -104,8 +119,8 @@ def test_a_first_token_that_one_side_has_twice(family: Any, model: Decoder) -> N
     rolled = doctor_strangers.roll(family)
     twice = [prompt[:1] + prompt for prompt in rolled.prompts]
     learner = doctor_strangers.scores(family, rolled, {"": doctor_strangers.plain}, prompts=twice)[""]
-    said = headline(doctor_strangers.dump(rolled, learner), model)
-    assert "the prompt with its first token twice in the learner" in said, said
+    found = asked(doctor_strangers.dump(rolled, learner), model)
+    is_decided(found, CauseKind.PROMPT, "learner", prompt=Fed.FIRST_TWICE)
 
 
 def test_a_soft_cap_or_a_temperature(made: dict[str, Any], family: Any, model: Decoder) -> None:
@@ -115,14 +130,13 @@ def test_a_soft_cap_or_a_temperature(made: dict[str, Any], family: Any, model: D
         return doctor_strangers.plain(15 * torch.tanh(z / 15), tokens, before)
 
     dumped = doctor_strangers.dump(rolled, doctor_strangers.scores(family, rolled, {"": capped})[""])
-    assert "logits soft-capped at 15 in the learner" in headline(dumped, model)
+    is_decided(asked(dumped, model), CauseKind.SOFT_CAP, "learner", cap=15.0)
 
 
 def test_samples_of_a_cut_law_are_seen_though_log_probs_agree(made: dict[str, Any], model: Decoder) -> None:
-    said = headline(made[DRAWN].sequences, model)
-    assert "samples are not of their law" in said, said
-    whole = headline(made["healthy"].sequences, model)
-    assert whole.startswith("healthy noise"), whole
+    found = asked(made[DRAWN].sequences, model)
+    assert (found.verdict, found.basis) == (Verdict.FAULT, Basis.SAMPLES), found.headline
+    assert asked(made["healthy"].sequences, model).verdict is Verdict.HEALTHY
 
 
 def test_noise_decides_nothing(made: dict[str, Any], model: Decoder) -> None:
@@ -131,4 +145,5 @@ def test_noise_decides_nothing(made: dict[str, Any], model: Decoder) -> None:
     for s in made["healthy"].sequences:
         odds = s.learner_logp - np.log(-np.expm1(s.learner_logp)) + draw.normal(0, 0.5, len(s.mask))
         rows.append(replace(s, learner_logp=-np.logaddexp(0, -odds)))
-    assert "the rollout's log-probs come back" in (said := headline(rows, model)), said
+    found = asked(rows, model)
+    assert (found.basis, found.side) == (Basis.SIDE, "learner"), found.headline

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import dumps
-from mantissa.doctor.diagnosis import Diagnosis, Verdict
+from mantissa.doctor.diagnosis import Basis, Diagnosis, Open, Verdict
 from mantissa.doctor.dump import Scored
 from mantissa.doctor.examine import examine
 from mantissa.doctor.fillers import without
@@ -319,11 +319,11 @@ def test_experts_are_spoken_of_where_something_says_that_there_are_some(healthy:
         assert "expert" not in " ".join(each.said + each.name for each in found.findings)
         assert not {"replay_routing", "fp32_router"} & set(found.remedies)
     assert silent.verdict is Verdict.UNKNOWN
-    assert any("say --experts if it is one" in each for each in silent.unknown)
+    assert Open.EXPERTS in [each.kind for each in silent.unknown]
     assert dense.verdict in (Verdict.FAULT, Verdict.LARGE)
-    assert not any("expert" in each for each in dense.unknown)
+    assert not any("expert" in each.said for each in dense.unknown)
     assert mixture.verdict is Verdict.HEALTHY
-    assert "routers of the mixture of experts" in mixture.headline
+    assert mixture.basis is Basis.ROUTERS
 
 
 # many tests at once

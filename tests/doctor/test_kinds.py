@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import dumps
+from mantissa.doctor.diagnosis import Basis, Verdict
 from mantissa.doctor.dump import Scored
 from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.examine import examine
@@ -84,7 +85,7 @@ def test_a_size_beyond_the_usual_in_few_prompts_is_not_called_healthy() -> None:
     """Eight prompts: each test's p is at least 2 ** -8 by prompts, so sequences are the units."""
     bad = dumps.healthy(8, 4, 24, size=1.0, seed=1)
     found = examine(dumps.dump_of(bad, rollout_format="bf16", learner_format="bf16"))
-    assert found.verdict.value != "healthy noise", found.headline
+    assert found.verdict is not Verdict.HEALTHY, found.headline
 
 
 def test_tokens_that_are_all_certain_and_alike_are_healthy() -> None:
@@ -92,7 +93,8 @@ def test_tokens_that_are_all_certain_and_alike_are_healthy() -> None:
     sure = [Scored(np.arange(20), 4, x := -np.abs(draw.normal(0, 1e-3, 16)) - 1e-6, x * (1 + draw.normal(0, 0.05, 16)),
                    np.ones(16, bool), group=n // 4) for n in range(64)]  # fmt: skip
     found = examine(dumps.dump_of(sure, rollout_format="bf16", learner_format="bf16"))
-    assert found.verdict.value == "healthy noise", found.headline
-    assert "certain" in found.headline
+    assert found.verdict is Verdict.HEALTHY, found.headline
+    assert found.basis is Basis.CERTAIN
     off = [dataclasses.replace(each, learner_logp=each.learner_logp - 5e-3) for each in sure]
-    assert examine(dumps.dump_of(off, rollout_format="bf16", learner_format="bf16")).verdict.value != "healthy noise"
+    large = examine(dumps.dump_of(off, rollout_format="bf16", learner_format="bf16"))
+    assert large.verdict is not Verdict.HEALTHY

@@ -12,8 +12,9 @@ import torch
 import injected as made
 from injected import CONFIG
 from mantissa.base.errors import MantissaError
+from mantissa.doctor.diagnosis import CauseKind
 from mantissa.doctor.dump import Settings
-from mantissa.doctor.sides import Scores, Side, cached
+from mantissa.doctor.sides import Cache, Scores, Side, cached
 from mantissa.doctor.substitution import (
     Substitution,
     adapter_versions,
@@ -45,21 +46,33 @@ def named(result: Substitution) -> dict[str, float]:
     return {cause.name: cause.share for cause in result.causes}
 
 
+def habit(name: str, value: Any) -> dict[str, Any]:
+    return {"habits": frozenset({(name, value)})}
+
+
 FAULTS = {
-    "the rollout in fp32": ("rollout", {"format": "fp32"}),
-    "the learner in fp16": ("learner", {"format": "fp16"}),
-    "the rollout in fp8": ("rollout", {"format": "fp8"}),
-    "logits in bf16 in the rollout": ("rollout", {"logits": "bf16"}),
-    "logits in bf16 in the learner": ("learner", {"logits": "bf16"}),
-    "the rollout's cache in fp8": ("rollout", {"cache": "fp8"}),
-    "the rollout's cache in fp8 of scale 1, cut off": ("rollout", {"cache": "fp8 of scale 1, cut off"}),
-    "fused residual norms in the rollout": ("rollout", {"habits": frozenset({("norm", "fused")})}),
-    "attention in blocks in the rollout": ("rollout", {"habits": frozenset({("attention", "blocks")})}),
-    "tensor parallelism over 4 in the rollout": ("rollout", {"habits": frozenset({("tensor_parallel", 4)})}),
-    "temperature not applied in the rollout": ("rollout", {"temperature": 1.0}),
-    "temperature applied twice in the learner": ("learner", {"temperature": 0.7 * 0.7}),
-    "weights of step 3 in the rollout": ("rollout", {"weights": "step 3"}),
-    "layer 1 with weights of step 3 in the rollout": ("rollout", {"weights": "step 3", "layer": 1}),
+    "the rollout in fp32": (CauseKind.FORMAT, "rollout", {"format": "fp32"}),
+    "the learner in fp16": (CauseKind.FORMAT, "learner", {"format": "fp16"}),
+    "the rollout in fp8": (CauseKind.FORMAT, "rollout", {"format": "fp8"}),
+    "logits in bf16 in the rollout": (CauseKind.LOGITS, "rollout", {"logits": "bf16"}),
+    "logits in bf16 in the learner": (CauseKind.LOGITS, "learner", {"logits": "bf16"}),
+    "the rollout's cache in fp8": (CauseKind.CACHE, "rollout", {"cache": Cache.FP8}),
+    "the rollout's cache in fp8 of scale 1, cut off": (CauseKind.CACHE, "rollout", {"cache": Cache.CUT_OFF}),
+    "fused residual norms in the rollout": (CauseKind.KERNELS, "rollout", habit("norm", "fused")),
+    "attention in blocks in the rollout": (
+        CauseKind.KERNELS,
+        "rollout",
+        habit("attention", "blocks"),
+    ),
+    "tensor parallelism over 4 in the rollout": (
+        CauseKind.KERNELS,
+        "rollout",
+        habit("tensor_parallel", 4),
+    ),
+    "temperature not applied in the rollout": (CauseKind.TEMPERATURE, "rollout", {"temperature": 1.0}),
+    "temperature applied twice in the learner": (CauseKind.TEMPERATURE, "learner", {"temperature": 0.7 * 0.7}),
+    "weights of step 3 in the rollout": (CauseKind.WEIGHTS, "rollout", {"weights": "step 3"}),
+    "layer 1 with weights of step 3 in the rollout": (CauseKind.LAYER, "rollout", {"weights": "step 3", "layer": 1}),
 }
 
 
@@ -72,11 +85,11 @@ QUICK = ("the rollout in fp32", "logits in bf16 in the rollout", "the rollout's 
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.variants) for name in FAULTS]
 )
 def test_one_fault_is_found_by_name_with_all_of_the_gap(name: str) -> None:
-    which, change = FAULTS[name]
+    kind, which, change = FAULTS[name]
     base = replace(BF16, temperature=0.7)
     sides = {"learner": base, "rollout": base} | {which: replace(base, **change)}
     result = found(made.injected(POLICY, **sides, versions=LATER), (base, base))
-    assert result.causes[0].name == name
+    assert (result.causes[0].kind, result.causes[0].side, result.causes[0].name) == (kind, which, name)
     assert result.causes[0].share == pytest.approx(1.0, abs=1e-6)
     assert named(result)["unexplained"] == pytest.approx(0.0, abs=1e-6)
     assert {"learner": result.found[0], "rollout": result.found[1]} == sides
@@ -117,7 +130,9 @@ def test_the_tokens_that_a_dump_says_were_kept_are_its_support() -> None:
 
 
 def test_two_sources_share_the_gap_and_the_shares_add_up() -> None:
-    dump = made.injected(POLICY, replace(BF16, cache=""), replace(BF16, logits="bf16", weights="step 3"), LATER, 48)
+    dump = made.injected(
+        POLICY, replace(BF16, cache=Cache.OWN), replace(BF16, logits="bf16", weights="step 3"), LATER, 48
+    )
     one, other = (made.injected(POLICY, BF16, replace(BF16, **change), LATER, 48) for change in (
         {"logits": "bf16"}, {"weights": "step 3"}))  # fmt: skip
     sizes = [sum(float(np.square(s.learner_logp - s.rollout_logp)[s.mask].sum()) for s in d) for d in (one, other)]
@@ -137,8 +152,8 @@ def test_half_of_a_gap_of_two_roundings_is_the_learners() -> None:
     rounding = learner - plain
     dump = made.with_logps(sequences, learner, plain + draw.permutation(rounding))
     result = found(dump, versions=None)
-    assert [cause.name.split(",")[0] for cause in result.causes] == [
-        "rounding in bf16 in the learner", "unexplained"]  # fmt: skip
+    assert [(cause.kind, cause.side) for cause in result.causes] == [
+        (CauseKind.ROUNDING, "learner"), (CauseKind.UNEXPLAINED, None)]  # fmt: skip
     assert result.causes[0].share == pytest.approx(0.5, abs=0.1)
     assert result.causes[0].low < 0.5 < result.causes[0].high
 
@@ -212,7 +227,7 @@ def test_a_version_is_looked_at_and_put_back() -> None:
 
 def test_caches_round_as_they_say() -> None:
     x = torch.cat([torch.linspace(-500, 500, 4001), torch.linspace(-0.02, 0.02, 801)]).view(2, -1)
-    nearest, cut = cached(x, "fp8 of scale 1"), cached(x, "fp8 of scale 1, cut off")
+    nearest, cut = cached(x, Cache.UNSCALED), cached(x, Cache.CUT_OFF)
     bounded = x.clamp(-448, 448)
     assert torch.equal(nearest, bounded.to(torch.float8_e4m3fn).float())
     assert torch.equal(cut, cut.to(torch.float8_e4m3fn).float())
@@ -220,7 +235,7 @@ def test_caches_round_as_they_say() -> None:
     assert bool((cut * bounded >= 0).all())
     step = torch.where(bounded.abs() < 2.0**-6, 2.0**-9, 2.0 ** (bounded.abs().log2().floor() - 3))
     assert bool((bounded.abs() - cut.abs() < step).all())
-    assert cached(x, "") is x
+    assert cached(x, Cache.OWN) is x
 
 
 def test_what_a_dump_does_not_say_is_read_from_the_learners_log_probs() -> None:

@@ -146,6 +146,7 @@ def _show(dump: Dump, diagnosis: Diagnosis, framework: str | None, explain: bool
     """The answer, in the order in which it is needed."""
     from rich.text import Text
 
+    from mantissa.doctor.diagnosis import Basis
     from mantissa.doctor.examine import remedies_for
     from mantissa.doctor.facts import facts
     from mantissa.doctor.words import first_line, inferred
@@ -161,7 +162,7 @@ def _show(dump: Dump, diagnosis: Diagnosis, framework: str | None, explain: bool
     )
     if granted := inferred(dump, diagnosis, framework):
         console.print(Text(f"taken for granted: {'; '.join(granted)}", style="dim"))
-    if diagnosis.fault is not None and not diagnosis.decided:
+    if diagnosis.fault is not None and diagnosis.basis not in (Basis.CAUSE, Basis.SIDE):
         console.print(facts().faults[diagnosis.fault.name].means)
     if diagnosis.second is not None:
         console.print(facts().faults[diagnosis.second.name].means)
@@ -176,8 +177,8 @@ def _show(dump: Dump, diagnosis: Diagnosis, framework: str | None, explain: bool
     for do, keys in settings:
         console.print(f"  - {do}" + "".join(f"\n      {key}" for key in keys))
     console.print(Text("What this cannot know:", style="dim"))
-    for said in diagnosis.unknown:
-        console.print(Text(f"  - {said}", style="dim"))
+    for each in diagnosis.unknown:
+        console.print(Text(f"  - {each.said}", style="dim"))
     if explain:
         _show_tests(diagnosis)
 

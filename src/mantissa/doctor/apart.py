@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -132,16 +133,16 @@ class Reading:
     def _ended(self) -> MantissaError:
         """Why the answer ended early."""
         try:
-            died = cause_of_death(self._process.wait(5.0))
+            code = self._process.wait(5.0)
         except subprocess.TimeoutExpired:
             return self._garbage("half an answer")
-        if died == "SIGXCPU" or died == "SIGKILL":
+        if code in (-signal.SIGXCPU, -signal.SIGKILL):
             spent = f"used more than {self._limits.cpu_s} s of processor time"
-            said = spent if died == "SIGXCPU" else f"{spent}, or was killed by another, as where memory runs out"
+            said = spent if code == -signal.SIGXCPU else f"{spent}, or was killed by another, as where memory runs out"
             return MantissaError(f"{self._path}: its reader {said}; {_ADVICE}")
-        if died == "exit code 0":
+        if code == 0:
             return self._garbage("no whole answer")
-        return MantissaError(f"{self._path}: its reader crashed ({died}); {_ADVICE}")
+        return MantissaError(f"{self._path}: its reader crashed ({cause_of_death(code)}); {_ADVICE}")
 
     def _garbage(self, what: str) -> MantissaError:
         return MantissaError(f"{self._path}: its reader gave {what}; {_ADVICE}")

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from mantissa.doctor import words
 from mantissa.doctor.decide import SEQUENCES as SOME
 from mantissa.doctor.decide import comes_back, cut_samples, decided, disputed, fewer, is_open, sure, until_given_back
-from mantissa.doctor.diagnosis import Diagnosis, Verdict
+from mantissa.doctor.diagnosis import Basis, Diagnosis, Open, Unknown, Verdict
 from mantissa.doctor.dump import Dump, Scored
 from mantissa.doctor.fillers import without
 from mantissa.doctor.layers import ByLayer, by_layer, layers_plot
-from mantissa.doctor.sides import Scores, Side, Weights, evenly_spaced
+from mantissa.doctor.sides import Fed, Scores, Side, Weights, evenly_spaced
 from mantissa.doctor.substitution import Substitution, declared, hypotheses, substitute
 from mantissa.model import Decoder
 from mantissa.runs.page import Block, Heading, Plots, Sentence, Table
@@ -54,9 +55,10 @@ def consult(
         scores, found, base = _substituted(whole, model, versions, dump, say, disputed_of)
     diagnosis = _of_samples(diagnosis, scores, base[1])
     if found is None:
-        said = f"causes were not looked for: d is below {_NOTHING:g} nats"
-        return Consultation(replace(diagnosis, unknown=(*_without_model(diagnosis), said)), None, None)
-    diagnosis = replace(diagnosis, causes=found.causes, unknown=_still_unknown(diagnosis, found))
+        kept = (*_without_model(diagnosis), words.not_looked_for(_NOTHING))
+        return Consultation(replace(diagnosis, unknown=kept), None, None)
+    taken = words.taken(found.tokens, found.units, str(found.learner), str(found.rollout))
+    diagnosis = replace(diagnosis, causes=found.causes, unknown=(*_without_model(diagnosis), taken))
     diagnosis = decided(diagnosis, found, comes_back(scores, base, dump.settings))
     followed = None
     if layers:
@@ -82,7 +84,7 @@ def _substituted(
     base = declared(scores, dump.settings)
     if float(np.sqrt(np.square(scores.d).mean())) < _NOTHING:
         return scores, None, base
-    tried = hypotheses(scores, *base, dump.settings) + (disputed(*base) if disputed_of else [])
+    tried = hypotheses(scores, *base, dump.settings) + (disputed() if disputed_of else [])
     if disputed_of or versions:
         tried = until_given_back(scores, base, tried, disputed_of, dump.settings)
     return scores, substitute(scores, base, tried, say), base
@@ -95,42 +97,18 @@ def _of_samples(diagnosis: Diagnosis, scores: Scores, rollout: Side) -> Diagnosi
     top_p = cut_samples(scores, rollout)
     if top_p is None:
         return diagnosis
-    headline = (
-        f"{Verdict.FAULT}: log-probs agree, and samples are not of their law: of {len(scores.d):,} tokens none is "
-        f"beyond the likeliest {top_p:.3f} of the probability, as under a top-p or top-k that log-probs leave out"
-    )
-    return replace(diagnosis, verdict=Verdict.FAULT, headline=headline, remedies=("no_truncation",))
+    return replace(diagnosis, verdict=Verdict.FAULT, basis=Basis.SAMPLES, remedies=("no_truncation",),
+                   headline=words.samples(len(scores.d), top_p))  # fmt: skip
 
 
 def _plain_head(side: Side) -> Side:
     """A side without what is no layer's: temperature, support, prompt and positions."""
-    return replace(side, temperature=1.0, top_k=0, top_p=1.0, kept=False, cap=0.0, prompt="", moved=0, theta=1.0)
+    return replace(side, temperature=1.0, top_k=0, top_p=1.0, kept=False, cap=0.0, prompt=Fed.OWN, moved=0, theta=1.0)
 
 
-def _still_unknown(diagnosis: Diagnosis, found: Substitution) -> tuple[str, ...]:
-    kept = _without_model(diagnosis)
-    base = "; ".join(
-        f"{name} {describe(side)}" for name, side in (("learner", found.learner), ("rollout", found.rollout))
-    )
-    return (
-        *kept,
-        f"shares are of {found.tokens:,} tokens of {found.units} sequences or prompts; taken as declared: {base}",
-    )
-
-
-def _without_model(diagnosis: Diagnosis) -> list[str]:
-    return [said for said in diagnosis.unknown if "--model" not in said]
-
-
-def describe(side: Side) -> str:
-    """A side in a few words."""
-    said = [side.format, f"logits {side.logits}"]
-    said += [f"cache {side.cache}"] * bool(side.cache) + [f"temperature {side.temperature:g}"] * (side.temperature != 1)
-    said += ["of the kept tokens"] * side.kept
-    said += [f"top-k {side.top_k}"] * bool(side.top_k) + [f"top-p {side.top_p:g}"] * (side.top_p < 1)
-    said += [f"logits soft-capped at {side.cap:g}"] * bool(side.cap)
-    said += [f"weights of {side.weights}"] * bool(side.weights) + [f"prompt {side.prompt}"] * bool(side.prompt)
-    return ", ".join(said + [f"{name}={value}" for name, value in sorted(side.habits)])
+def _without_model(diagnosis: Diagnosis) -> list[Unknown]:
+    """What a model does not tell either."""
+    return [each for each in diagnosis.unknown if each.kind not in (Open.CAUSES, Open.HIDDEN)]
 
 
 LAYER_COLUMNS = ("place", "difference", "passed on", "new", "amplified", "share of d")

@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from mantissa.doctor.diagnosis import Cause, Diagnosis, Verdict
+from mantissa.doctor import words
+from mantissa.doctor.diagnosis import Basis, CauseKind, Diagnosis, Verdict, Which
 from mantissa.doctor.dump import Settings
 from mantissa.doctor.facts import coarser, facts
-from mantissa.doctor.sides import PROMPTS, Scores, Side
-from mantissa.doctor.substitution import Hypothesis, Substitution, Which
+from mantissa.doctor.sides import Fed, Scores, Side
+from mantissa.doctor.substitution import Hypothesis, Substitution
 
 SEQUENCES = 10  # enough where one cause is most of a gap
 _MOST = 0.5  # of sum d^2
@@ -31,10 +32,8 @@ _SURELY = 1e-6  # probability of samples so low in a whole law
 # Of which the kind or the place alone is known.
 _OPEN = ("weights", "prompt", "too_large", "nondeterministic", "position", "onset", "padding", "first_token",
          "soft_cap")  # fmt: skip
-_KINDS = {"without its first token": "prompt", "with its first token twice": "prompt",
-          "without its first half": "prompt", "padded on the left without a mask": "padding"}  # fmt: skip
 _MOVED = (-3, -2, -1, 1, 2, 3)
-_THETAS = {"100 times as large": 100.0, "10 times as large": 10.0, "a tenth": 0.1, "a hundredth": 0.01}
+_THETAS = (100.0, 10.0, 0.1, 0.01)
 _GIVEN_BACK = 0.1  # of the squared error that the declared side leaves of the saved log-probs
 # What a hypothesis changes. What needs no forward comes before all, and of a fault what is likeliest.
 _HEADS = ("temperature", "cap", "kept", "top_k", "logits")
@@ -42,7 +41,6 @@ _ORDER = ("prompt", "moved", "theta", "cache", "format", "habits")
 _FIRST = {"prompt": ("prompt", "moved", "theta"), "first_token": ("prompt", "moved"), "padding": ("prompt", "moved"),
           "onset": ("moved", "prompt", "cache"), "position": ("theta", "cache", "moved"),
           "too_large": ("theta", "cache", "format"), "soft_cap": ("cap",)}  # fmt: skip
-_OTHERS = "its weights, adapter or head are not this model's"
 _CAPS = (10.0, 15.0, 20.0, 30.0, 50.0)
 
 
@@ -51,23 +49,15 @@ def is_open(diagnosis: Diagnosis) -> bool:
     return diagnosis.fault is not None and (bool(diagnosis.fault.also) or diagnosis.fault.name in _OPEN)
 
 
-def disputed(learner: Side, rollout: Side) -> list[Hypothesis]:
+def disputed() -> list[Hypothesis]:
     """Other prompts, positions, rotary bases and soft caps, of either side."""
-    found = list[Hypothesis]()
-    sides: tuple[tuple[Which, Side], ...] = (("rollout", rollout), ("learner", learner))
-    for which, _ in sides:
-        for name in PROMPTS:
-            remedy = "mask_padding" if _KINDS[name] == "padding" else "same_prompt"
-            found.append(Hypothesis(f"the prompt {name} in the {which}", which, {"prompt": name}, (remedy,), True))
-        for by in _MOVED:
-            found.append(Hypothesis(f"positions of responses moved by {by:+d} in the {which}", which, {"moved": by},
-                                    ("rope",), True))  # fmt: skip
-        for said, theta in _THETAS.items():
-            found.append(Hypothesis(f"a rope_theta {said} in the {which}", which, {"theta": theta}, ("rope",), True))
-        for cap in _CAPS:
-            found.append(Hypothesis(f"logits soft-capped at {cap:g} in the {which}", which, {"cap": cap},
-                                    ("soft_cap",), True))  # fmt: skip
-    return found
+    kinds = {fed: CauseKind.PADDING if fed is Fed.PADDED else CauseKind.PROMPT for fed in Fed if fed is not Fed.OWN}
+    changes: list[tuple[CauseKind, dict[str, Any]]] = [(kind, {"prompt": fed}) for fed, kind in kinds.items()]
+    changes += [(CauseKind.POSITIONS, {"moved": by}) for by in _MOVED]
+    changes += [(CauseKind.ROPE, {"theta": theta}) for theta in _THETAS]
+    changes += [(CauseKind.SOFT_CAP, {"cap": cap}) for cap in _CAPS]
+    both: tuple[Which, Which] = ("rollout", "learner")
+    return [Hypothesis(kind, which, change) for which in both for kind, change in changes]
 
 
 @dataclass(frozen=True)
@@ -122,33 +112,24 @@ def cut_samples(scores: Scores, side: Side) -> float | None:
 
 def decided(diagnosis: Diagnosis, found: Substitution, comes: Comes) -> Diagnosis:
     """The diagnosis with the cause that the model decides for, or the side at fault."""
-    causes = [each for each in found.causes if each.name != "unexplained" and not each.name.startswith("rounding in")]
+    rest = (CauseKind.UNEXPLAINED, CauseKind.ROUNDING)
+    causes = [each for each in found.causes if each.kind not in rest]
     first = max(causes, key=lambda each: each.share, default=None)
     if first is not None and first.share >= _MOST and (is_open(diagnosis) or first.fault):
-        said = f"{Verdict.FAULT}: {first.name} makes {first.share:.0%} of the squared gap ({first.low:.0%} to "
-        headline = f"{said}{first.high:.0%})"
-        return replace(diagnosis, verdict=Verdict.FAULT, headline=headline, remedies=first.remedies, decided=first.name)
+        return replace(diagnosis, verdict=Verdict.FAULT, basis=Basis.CAUSE, headline=words.by_cause(first),
+                       remedies=first.remedies, decided=first, side=first.side)  # fmt: skip
     if comes.which is None or not is_open(diagnosis):
         return diagnosis
     at_fault: Which = "rollout" if comes.which == "learner" else "learner"
-    kept = f"{comes.rms[comes.which]:.2g} nats beside {comes.rms[at_fault]:.2g}"
     name = diagnosis.fault.name if diagnosis.fault is not None else ""
-    rest = {
-        "weights": f"{_OTHERS} (give the ones it may have had by --other)",
-        "prompt": "it saw another prompt than the dump says, or other positions, of none of the kinds tried",
-        "onset": "what was computed before that place is lost, and no prompt and no position explains it",
-        "too_large": f"{_OTHERS}, or it is random (dropout: score twice), or coarser than what was tried",
-    }.get(name, "no cause that was tried explains it")
-    headline = (
-        f"{Verdict.FAULT} in the {at_fault}: the {comes.which}'s log-probs come back from this model ({kept}); {rest}"
-    )
-    return replace(diagnosis, verdict=Verdict.FAULT, headline=headline, decided=f"the {at_fault} is not this model")
+    headline = words.by_side(at_fault, comes.which, comes.rms, name)
+    return replace(diagnosis, verdict=Verdict.FAULT, basis=Basis.SIDE, headline=headline, side=at_fault)
 
 
 def sure(found: Substitution) -> bool:
     """Whether one cause is so much of the gap that more sequences would not change it."""
-    best: Cause | None = max((each for each in found.causes if each.name != "unexplained"), key=lambda e: e.share,
-                             default=None)  # fmt: skip
+    known = (each for each in found.causes if each.kind is not CauseKind.UNEXPLAINED)
+    best = max(known, key=lambda each: each.share, default=None)
     return best is not None and best.share >= _SURE and best.low >= _MOST
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
 from mantissa.base.config import Config
+
+Which = Literal["rollout", "learner"]  # of the two sides
 
 
 class Verdict(StrEnum):
@@ -25,15 +27,84 @@ class Verdict(StrEnum):
     UNKNOWN = "not known"
 
 
+class Basis(StrEnum):
+    """What a verdict rests on.
+
+    Healthy: ``EQUAL`` to the last bit, too small to matter (``NOTHING``), nearly every token ``CERTAIN``, of the usual
+    size (``ROUNDING``), or that but for tokens that ``ROUTERS`` sent elsewhere. Not known: too ``FEW`` tokens, or more
+    far ones than a mixture of experts is known to have (``FLIGHTS``). Else ``FINDINGS`` that have a name, the ``SIZE``
+    alone, ``SAMPLES`` that are not of their law; and with a model the ``CAUSE``, or which ``SIDE`` is not the model.
+    """
+
+    EQUAL = "equal"
+    NOTHING = "nothing"
+    CERTAIN = "certain"
+    ROUNDING = "rounding"
+    ROUTERS = "routers"
+    FEW = "few"
+    FLIGHTS = "flights"
+    FINDINGS = "findings"
+    SIZE = "size"
+    SAMPLES = "samples"
+    CAUSE = "cause"
+    SIDE = "side"
+
+
+class CauseKind(StrEnum):
+    """What a cause is of. ``ROUNDING``: as declared, of one side; ``UNEXPLAINED``: the rest."""
+
+    FORMAT = "format"
+    LOGITS = "logits"
+    TEMPERATURE = "temperature"
+    SUPPORT = "support"
+    RAW = "raw"
+    WEIGHTS = "weights"
+    LAYER = "layer"
+    CACHE = "cache"
+    KERNELS = "kernels"
+    PROMPT = "prompt"
+    PADDING = "padding"
+    POSITIONS = "positions"
+    ROPE = "rope"
+    SOFT_CAP = "soft_cap"
+    ROUNDING = "rounding"
+    UNEXPLAINED = "unexplained"
+
+
+class Open(StrEnum):
+    """Why something is not known. ``CAUSES`` that log-probs cannot tell apart, and what is ``HIDDEN`` below the bound:
+    a model tells. ``UNTESTED``: a signature. The dump names no ``FORMAT``, no ``TEMPERATURE``, no ``EXPERTS``. What was
+    scored with the model, and how it was ``TAKEN``."""
+
+    CAUSES = "causes"
+    UNTESTED = "untested"
+    FORMAT = "format"
+    HIDDEN = "hidden"
+    TEMPERATURE = "temperature"
+    EXPERTS = "experts"
+    TAKEN = "taken"
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """What a diagnosis could not know, and a sentence on it."""
+
+    kind: Open
+    said: str
+
+
 @dataclass(frozen=True)
 class Cause:
     """``share`` of the sum of d^2 that ``name`` explains, ``low`` to ``high`` its interval; 1 is all of it.
 
-    ``name``: in plain words ("logits in bf16 in the rollout"), ``unexplained`` for the rest. ``remedies``: what helps,
-    as names in ``facts.yaml`` (``fp32_logits``, ``processed_logprobs``, ...), the most fitting first. ``note``: a
-    sentence more, where there is one. ``fault``: whether it is a mistake in a setting rather than rounding.
+    ``kind`` of cause, and the ``side`` that it is in (None of the rest); ``name``: both in plain words ("logits in bf16
+    in the rollout"), ``unexplained`` for the rest. ``remedies``: what helps, as names in ``facts.yaml``
+    (``fp32_logits``, ``processed_logprobs``, ...), the most fitting first. ``note``: a sentence more, where there is
+    one. ``fault``: whether it is a mistake in a setting rather than rounding.
     """
 
+    kind: CauseKind
+    side: Which | None
     name: str
     share: float
     low: float
@@ -45,11 +116,11 @@ class Cause:
 
 @dataclass(frozen=True)
 class Filler:
-    """What one ``side`` ("rollout" or "learner") has in place of log-probs (``fillers.py``): values from ``low`` to
+    """What one ``side`` has in place of log-probs (``fillers.py``): values from ``low`` to
     ``high`` (one value: both are it), at ``tokens`` of ``sequences``; the first is at ``position`` (from 0, in the
     response) of ``sequence`` (from 0, in the dump)."""
 
-    side: str
+    side: Which
     low: float
     high: float
     tokens: int
@@ -98,16 +169,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """``fault``: the finding that explains the others, None unless the verdict is ``FAULT``. ``headline``: first line.
+    """``basis``: what the verdict rests on. ``fault``: the finding that explains the others, None unless the verdict is
+    ``FAULT``. ``headline``: first line. ``why``: of a verdict that is not known, in a few words.
 
     ``second``: another fault, in what the first does not explain. ``remarks``: habits that explain little.
-    ``decided``: the cause that a model decided for, which log-probs alone left open. ``routers``: of a healthy mixture
-    of experts, that its routers disagree.
-    ``fillers``: what stood in place of log-probs, which was not compared.
-    ``figures``: of the gap, by name (``runs.metrics``' words). ``unknown``: sentences on what could not be tested.
+    ``decided``: the cause that a model decided for, which log-probs alone left open. ``side``: the one at fault, where
+    a model told it. ``fillers``: what stood in place of log-probs, which was not compared.
+    ``figures``: of the gap, by name (``runs.metrics``' words). ``unknown``: what could not be tested.
     """
 
     verdict: Verdict
+    basis: Basis
     headline: str
     framework: str
     fault: Finding | None
@@ -115,12 +187,13 @@ class Diagnosis:
     figures: dict[str, Any]
     causes: tuple[Cause, ...] = ()
     remedies: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
+    unknown: tuple[Unknown, ...] = ()
     notes: tuple[str, ...] = field(default_factory=tuple)
     second: Finding | None = None
     remarks: tuple[str, ...] = ()
-    decided: str = ""
-    routers: bool = False
+    decided: Cause | None = None
+    side: Which | None = None
+    why: str = ""
     fillers: tuple[Filler, ...] = ()
 
 

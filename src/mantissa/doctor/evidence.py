@@ -22,6 +22,7 @@ from mantissa.doctor.sample import (
     FEWEST,
     SIDES,
     Array,
+    Grid,
     Tested,
     Tokens,
     grid_of,
@@ -82,7 +83,7 @@ class Evidence:
         return tested(sums_by(t.unit, t.u**2, np.ones_like(t.u)), log_rms, float(np.log(self.usual * factor)), tests)
 
     @cached_property
-    def grids(self) -> tuple[str | None, str | None]:
+    def grids(self) -> tuple[Grid | None, Grid | None]:
         """The coarse grid that each side's log-probs lie on, None where there is none."""
         sides = (side[there] for side, there in zip((self.all.x, self.all.y), self.there, strict=True))
         rollout, learner = (grid_of(side[side < -1e-6]) for side in sides)

@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from mantissa.base.readers.yaml import read_shipped
+from mantissa.doctor.diagnosis import CauseKind, Which
 from mantissa.doctor.dump import Settings
 
 _ORDER = ("fp32", "fp16", "bf16", "fp8")  # from fine to coarse
@@ -43,6 +44,18 @@ class Fault(_Row):
     decide: str = ""
 
 
+class OfModel(_Row):
+    """A cause that a model tells: ``said``, a format string; ``remedies``, of either side or of each."""
+
+    said: str
+    remedies: tuple[str, ...] | dict[str, tuple[str, ...]]
+    fault: bool = False
+
+    def helps(self, side: Which | None) -> tuple[str, ...]:
+        """The remedies where it is in ``side``."""
+        return self.remedies[str(side)] if isinstance(self.remedies, dict) else self.remedies
+
+
 class Remedy(_Row):
     """What to do, and the keys for it by framework."""
 
@@ -56,6 +69,7 @@ class Facts(_Row):
     usual: dict[str, Usual]
     mixture: Mixture
     faults: dict[str, Fault]
+    causes: dict[CauseKind, OfModel]
     remedies: dict[str, Remedy]
 
 

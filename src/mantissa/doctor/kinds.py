@@ -64,13 +64,14 @@ def some_sequences(e: Evidence, tests: int) -> Finding:
     times = float(np.exp(np.clip(kinds.apart[0], 0, 50)))
     number, prompts = _by_number(scales.known, bad, len(e.dump.sequences)), _by_prompt(e, scales.known, bad)
     said = (f"{int(bad.sum())} of {len(bad)} sequences differ throughout, {times:.3g} times as much as the others, "
-            f"whose size of u is {rest.size:.2g}{number or prompts}")  # fmt: skip
+            f"whose size of u is {rest.size:.2g}{prompts if number is None else number}")  # fmt: skip
     large = e.clean.telling.where(np.isin(e.clean.telling.sequence, scales.known[bad])).size
     holds = bool(kinds.matter[0]) and bad.sum() >= 3 and throughout > 0.5
     holds = holds and rest.size <= e.usual and large > _MATTERS * e.usual
     p = min(1.0, 2 * float(np.exp(-kinds.gain[0]))) if holds else 1.0
     return Finding("some_sequences", True, p, float(bad.mean()), "of sequences", FEWEST / len(bad), said,
-                   by_number=bool(number), rest=claimed(e, np.isin(e.clean.sequence, scales.known[bad])))  # fmt: skip
+                   by_number=number is not None,
+                   rest=claimed(e, np.isin(e.clean.sequence, scales.known[bad])))  # fmt: skip
 
 
 def tokens_fly(e: Evidence) -> bool:
@@ -178,8 +179,8 @@ def _one(s_BK: Array, variance_K: Array, flying: bool) -> Array:
     return best
 
 
-def _by_number(known: Array, bad: Array, sequences: int) -> str:
-    """Which sequences these are, where their numbers say it."""
+def _by_number(known: Array, bad: Array, sequences: int) -> str | None:
+    """Which sequences these are, where their numbers say it; else None."""
     hit = known[bad]
     for ranks in (2, 3, 4, 8, 16):
         for rank in range(ranks):
@@ -188,7 +189,7 @@ def _by_number(known: Array, bad: Array, sequences: int) -> str:
                 return f"; they are every {ranks}th, from number {rank} on: one rank or engine of {ranks}"
     if len(hit) >= 4 and (hit[-1] - hit[0] + 1) * 0.9 <= len(hit) / max(1e-9, len(known) / sequences):
         return f"; they are numbers {hit[0]} to {hit[-1]}: one engine's or rank's share"
-    return ""
+    return None
 
 
 def _by_prompt(e: Evidence, known: Array, bad: Array) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from mantissa.base.files import atomic_file, disk_errors, write_atomically
-from mantissa.doctor.diagnosis import Diagnosis, Verdict
+from mantissa.doctor import words
+from mantissa.doctor.diagnosis import Basis, Diagnosis, Verdict
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.examine import remedies_for
@@ -63,13 +64,16 @@ def as_row(diagnosis: Diagnosis) -> dict[str, Any]:
     row = asdict(diagnosis)
     row["fault"] = None if diagnosis.fault is None else diagnosis.fault.name
     row["verdict"] = diagnosis.verdict.value
+    row["decided"], row["routers"] = words.decided(diagnosis), diagnosis.basis is Basis.ROUTERS
+    row["unknown"] = [each.said for each in diagnosis.unknown]
     return plain(row)
 
 
 def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens, with_model: Sequence[Block]) -> list[Block]:
     f, table_of = diagnosis.figures, facts()
     rows: list[tuple[Any, ...]]
-    lines = [] if diagnosis.fault is None or diagnosis.decided else [table_of.faults[diagnosis.fault.name].means]
+    by_model = diagnosis.basis in (Basis.CAUSE, Basis.SIDE)
+    lines = [] if diagnosis.fault is None or by_model else [table_of.faults[diagnosis.fault.name].means]
     blocks = [
         Heading(f"Doctor: {dump.path.name}", 1),
         Sentence(f"{f['tokens']:,} tokens of {f['sequences']:,} sequences, written by {dump.framework}. d = log-prob "
@@ -108,7 +112,7 @@ def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens, with_model: Sequen
         Table(("signature", "result", "what it says", "p", "detectable"), rows, ("", "n", "", "n", "n")),
     ]  # fmt: skip
     if diagnosis.unknown:
-        blocks += [Heading("What this cannot know"), Table(("",), [(said,) for said in diagnosis.unknown], ("",))]
+        blocks += [Heading("What this cannot know"), Table(("",), [(each.said,) for each in diagnosis.unknown], ("",))]
     return blocks
 
 

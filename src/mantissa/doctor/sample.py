@@ -23,12 +23,13 @@ from functools import cached_property
 import numpy as np
 
 from mantissa.base.bounds import LARGEST_FLOAT
+from mantissa.doctor.diagnosis import Which
 from mantissa.doctor.dump import Dump
 
 FEWEST = 8  # units, for a test
 LEVEL = 0.05  # of a false alarm in a healthy dump, over all tests together
 POWER = 0.95
-SIDES = ("rollout", "learner")
+SIDES: tuple[Which, Which] = ("rollout", "learner")
 _PROMPTS = 12  # from so many on they are the units: p is never below 2 ** -units, and 28 tests share the level
 CERTAIN = 0.01  # of 1 - p: below it a token says nothing
 _SMALL = 1 << 24  # the largest number of a unit that is counted by a table
@@ -178,19 +179,36 @@ def log_rms(sums: Array) -> Array:
     return np.log(np.maximum(np.sqrt(np.maximum(sums[..., 0], 0.0) / np.maximum(sums[..., 1], 1.0)), 1e-7))
 
 
-def grid_of(values: Array) -> str | None:
-    """The grid that nearly all of at least 20 log-probs lie on, in words; None where there is none."""
+@dataclass(frozen=True)
+class Grid:
+    """What coarse values lie on: numbers of so many ``bits`` of mantissa, or of so many ``decimals``."""
+
+    bits: int = 0
+    decimals: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.decimals} decimals" if self.decimals else {7: "the bf16 grid", 10: "the fp16 grid"}[self.bits]
+
+    def step(self, x: Array) -> Array | float:
+        """From each value to the next on the grid."""
+        if self.decimals:
+            return float(10.0**-self.decimals)
+        return np.asarray(2.0 ** (np.floor(np.log2(np.abs(x) + 1e-12)) - self.bits))
+
+
+def grid_of(values: Array) -> Grid | None:
+    """The grid that nearly all of at least 20 log-probs lie on; None where there is none."""
     if len(values) < 20:
         return None
     single = values.astype(np.float32)
     if float(((single.view(np.uint32) & 0xFFFF) == 0).mean()) > 0.99:
-        return "the bf16 grid"
+        return Grid(bits=7)
     ours = single[(np.abs(single) > 6.2e-5) & (np.abs(single) < 65504)]  # what fp16 holds with all of its mantissa
     if len(ours) >= 20 and float((ours == ours.astype(np.float16).astype(np.float32)).mean()) > 0.99:
-        return "the fp16 grid"
+        return Grid(bits=10)
     for decimals in (2, 3, 4):
         if float((np.abs(values * 10**decimals - np.round(values * 10**decimals)) < 1e-6 * 10**decimals).mean()) > 0.99:
-            return f"{decimals} decimals"
+            return Grid(decimals=decimals)
     return None
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 import numpy as np
 import torch
@@ -26,21 +27,35 @@ from mantissa.doctor.dump import Scored
 from mantissa.kernels import EmulatedKernels, Emulation, Kernels, learner_kernels, resolve
 from mantissa.model import Decoder
 from mantissa.model.decoder import Attend
-from mantissa.precision import E4M3, Fp8Policy, PrecisionPolicy, format_named, round_cached, round_to_format
+from mantissa.precision import BF16, E4M3, Fp8Policy, PrecisionPolicy, round_cached, round_to_format
 from mantissa.rollout import SamplingParams
 from mantissa.rollout.sampling import filter_logits
 
 Array = NDArray[np.float64]
 Weights = Mapping[str, Tensor]  # fp32 masters by name; may read each as it is asked for
-# What may have been fed in place of a prompt p (int64 [P]; ``longest``: of the dump's prompts).
-PROMPTS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
-    "without its first token": lambda p, longest: p[1:],
-    "with its first token twice": lambda p, longest: np.concatenate([p[:1], p]),
-    "without its first half": lambda p, longest: p[len(p) // 2 :],
-    "padded on the left without a mask": lambda p, longest: np.concatenate([np.zeros(longest - len(p), np.int64), p]),
-}
 MICRO_BATCH = 4096  # padded tokens of one forward: each rounds all weights once more
 _HEAD_ROWS = 128  # logits at a time: 25 MB at 49,152 words
+
+
+class Fed(StrEnum):
+    """What was fed in place of a prompt: its ``OWN``, or what its words say (``fed``)."""
+
+    OWN = ""
+    NO_FIRST = "without its first token"
+    FIRST_TWICE = "with its first token twice"
+    NO_FIRST_HALF = "without its first half"
+    PADDED = "padded on the left without a mask"
+
+
+class Cache(StrEnum):
+    """What keys and values are rounded to: no further (``OWN``), a half, or fp8 with a scale for each vector
+    (``FP8``), with none, or so and ``CUT_OFF``, towards zero in place of the nearest."""
+
+    OWN = ""
+    BF16 = "bf16"
+    FP8 = "fp8"
+    UNSCALED = "fp8 of scale 1"
+    CUT_OFF = "fp8 of scale 1, cut off"
 
 
 @dataclass(frozen=True)
@@ -48,13 +63,12 @@ class Side:
     """What computes one side's log-probs.
 
     ``format``: fp32, bf16, fp16, or fp8 with ``base`` between its products. ``exclude``: projections that stay in the
-    base, as in ``precision.fp8``. ``logits``: their format. ``cache``: what keys and values are rounded to, ``""`` (no
-    further), a format's name, ``fp8`` (a scale for each vector), ``fp8 of scale 1``, or ``fp8 of scale 1, cut off``
-    (towards zero in place of the nearest). ``habits``: of a serving engine, switches of ``Emulation`` with their
+    base, as in ``precision.fp8``. ``logits``: their format. ``cache``: what keys and values are rounded to.
+    ``habits``: of a serving engine, switches of ``Emulation`` with their
     values. ``temperature``, ``top_k``, ``top_p``: of the distribution that the log-probs are of; ``kept``: of the
     tokens alone that the dump says were kept. ``cap``: logits are cap * tanh(logits / cap), 0: as they are.
     ``weights``: which version, ``""`` the declared one. ``layer``: the one layer whose weights are of that version;
-    None: all. ``prompt``: which of ``PROMPTS`` it was computed with, ``""`` its own. ``moved``: added to the positions
+    None: all. ``prompt``: what it was computed with. ``moved``: added to the positions
     of responses. ``theta``: factor of the rotary base.
     """
 
@@ -62,7 +76,7 @@ class Side:
     base: str = "bf16"
     exclude: tuple[str, ...] = ()
     logits: str = "fp32"
-    cache: str = ""
+    cache: Cache = Cache.OWN
     habits: frozenset[tuple[str, str | int]] = frozenset()
     temperature: float = 1.0
     top_k: int = 0
@@ -71,9 +85,19 @@ class Side:
     cap: float = 0.0
     weights: str = ""
     layer: int | None = None
-    prompt: str = ""
+    prompt: Fed = Fed.OWN
     moved: int = 0
     theta: float = 1.0
+
+    def __str__(self) -> str:
+        """In a few words."""
+        said = [self.format, f"logits {self.logits}"]
+        said += [f"cache {self.cache}"] * bool(self.cache)
+        said += [f"temperature {self.temperature:g}"] * (self.temperature != 1) + ["of the kept tokens"] * self.kept
+        said += [f"top-k {self.top_k}"] * bool(self.top_k) + [f"top-p {self.top_p:g}"] * (self.top_p < 1)
+        said += [f"logits soft-capped at {self.cap:g}"] * bool(self.cap)
+        said += [f"weights of {self.weights}"] * bool(self.weights) + [f"prompt {self.prompt}"] * bool(self.prompt)
+        return ", ".join(said + [f"{name}={value}" for name, value in sorted(self.habits)])
 
     @property
     def forward(self) -> Side:
@@ -99,19 +123,29 @@ class Side:
         return EmulatedKernels(role.active, Emulation(**dict(self.habits)), logits, fp8=role.fp8)
 
 
-def cached(x: Tensor, kind: str) -> Tensor:
-    """Keys or values (..., D) as a cache of ``kind`` (``Side.cache``) gives them back."""
-    if not kind:
+def cached(x: Tensor, kind: Cache) -> Tensor:
+    """Keys or values (..., D) as a cache of ``kind`` gives them back."""
+    if kind == Cache.OWN:
         return x
-    if not kind.startswith("fp8 of"):
-        return round_cached(x, E4M3 if kind == "fp8" else format_named(kind))
-    if not kind.endswith("cut off"):
+    if kind in (Cache.FP8, Cache.BF16):
+        return round_cached(x, E4M3 if kind == Cache.FP8 else BF16)
+    if kind == Cache.UNSCALED:
         return round_to_format(x, E4M3)
     bounded = x.float().clamp(-E4M3.largest, E4M3.largest)
     smallest = E4M3.smallest_subnormal
     cut = (bounded.view(torch.int32) & -(1 << 20)).view(torch.float32)  # sign, exponent and three bits are kept
     below = (bounded / smallest).trunc() * smallest
     return torch.where(bounded.abs() < E4M3.smallest_normal, below, cut).to(x.dtype)
+
+
+def fed(kind: Fed, prompt: NDArray[np.int64], longest: int) -> NDArray[np.int64]:
+    """What a side of ``kind`` was given for a prompt; ``longest``: of the dump's. A prompt never vanishes."""
+    if kind is Fed.FIRST_TWICE:
+        return np.concatenate([prompt[:1], prompt])
+    if kind is Fed.PADDED:
+        return np.concatenate([np.zeros(longest - len(prompt), np.int64), prompt])
+    start = {Fed.NO_FIRST: 1, Fed.NO_FIRST_HALF: len(prompt) // 2}.get(kind, 0)
+    return prompt[start:] if len(prompt) > start else prompt
 
 
 def attention(kernels: Kernels, side: Side) -> Attend:
@@ -276,16 +310,15 @@ class Scores:
 
     def _batch(self, rows: Sequence[int], places: NDArray[np.int64], side: Side) -> Batch:
         longest = max(each.prompt_length for each in self.sequences)
-        fed = []
+        given = []
         for row in rows:
             prompt, response = np.split(self.sequences[row].tokens, [self.sequences[row].prompt_length])
-            other = PROMPTS[side.prompt](prompt, longest) if side.prompt else prompt
-            fed.append((other if len(other) else prompt, response))
-        width = max(len(prompt) + len(response) for prompt, response in fed)
+            given.append((fed(side.prompt, prompt, longest), response))
+        width = max(len(prompt) + len(response) for prompt, response in given)
         tokens_BT = torch.zeros(len(rows), width, dtype=torch.int64)
         positions_BT = torch.arange(width).repeat(len(rows), 1)
         row_N, column_N = [], []
-        for place, (row, (prompt, response)) in enumerate(zip(rows, fed, strict=True)):
+        for place, (row, (prompt, response)) in enumerate(zip(rows, given, strict=True)):
             tokens_BT[place, : len(prompt) + len(response)] = torch.from_numpy(np.concatenate([prompt, response]))
             positions_BT[place, len(prompt) :] += side.moved
             columns = len(prompt) + torch.from_numpy(self._counts[row].nonzero()[0])

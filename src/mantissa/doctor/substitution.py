@@ -33,22 +33,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mantissa.base.errors import MantissaError
-from mantissa.doctor.diagnosis import Cause
+from mantissa.doctor import words
+from mantissa.doctor.diagnosis import Cause, CauseKind, Which
 from mantissa.doctor.dump import Settings
-from mantissa.doctor.sides import Array, Scores, Side, Weights
+from mantissa.doctor.facts import facts
+from mantissa.doctor.sides import Array, Cache, Scores, Side, Weights
 from mantissa.mismatch.intervals import Estimate, jackknife_interval
 from mantissa.model import Decoder, ModelConfig, base_parameters, policy_weights
 from mantissa.model.lora import AdaptedProjection, merge
 from mantissa.precision import E4M3, format_named, round_to_format
 
-Which = Literal["rollout", "learner"]
 LEAST = 0.01  # of sum d^2, below which a cause is not worth a name
 _MOST = 6  # causes
 _FEWEST = 4  # units in a half
@@ -63,14 +64,17 @@ _SMALL = 1e-4  # nats: what rounding is at least taken to be
 class Hypothesis:
     """One side computes in another way than declared: ``change``, fields of ``Side`` (``habits`` are added).
 
-    ``name``, ``remedies``, ``fault``: as in ``Cause``.
+    ``what``: words for the change, where its fields do not say it.
     """
 
-    name: str
+    kind: CauseKind
     which: Which
     change: Mapping[str, Any]
-    remedies: tuple[str, ...] = ()
-    fault: bool = False
+    what: str = ""
+
+    @property
+    def name(self) -> str:
+        return words.cause(self.kind, self.which, self.change, self.what)
 
     def applied(self, side: Side) -> Side:
         """``side`` under the hypothesis."""
@@ -146,43 +150,39 @@ def hypotheses(scores: Scores, learner: Side, rollout: Side, settings: Settings)
     both: tuple[tuple[Which, Side], ...] = (("rollout", rollout), ("learner", learner))
     for which, side in both:
         found += _formats(which, side) + _distribution(which, side, settings) + _support(which, side, settings, scores)
-        found += [
-            Hypothesis(f"weights of {name} in the {which}", which, {"weights": name}, ("sync_weights",), True)
-            for name in scores.versions
-        ]
+        found += [Hypothesis(CauseKind.WEIGHTS, which, {"weights": name}) for name in scores.versions]
     return found + _engine(rollout, scores.model.config)
 
 
-def _formats(which: Any, side: Side) -> list[Hypothesis]:
+def _formats(which: Which, side: Side) -> list[Hypothesis]:
     found = []
     for name in ("fp32", "bf16", "fp16", "fp8"):
         base = side.format if side.format in ("bf16", "fp16") else "bf16"
         if name != side.format:
-            found.append(Hypothesis(f"the {which} in {name}", which, {"format": name, "base": base}, ("one_format",)))
+            found.append(Hypothesis(CauseKind.FORMAT, which, {"format": name, "base": base}))
     for name in ("fp32", "bf16", "fp16"):
         # A half that is not the side's own would be a conversion that nobody makes.
         possible = name == "fp32" or side.format in ("fp32", name) or side.format == "fp8"
         if name != side.logits and possible:
-            found.append(Hypothesis(f"logits in {name} in the {which}", which, {"logits": name}, ("fp32_logits",)))
+            found.append(Hypothesis(CauseKind.LOGITS, which, {"logits": name}))
     return found
 
 
-def _distribution(which: Any, side: Side, settings: Settings) -> list[Hypothesis]:
+def _distribution(which: Which, side: Side, settings: Settings) -> list[Hypothesis]:
     """Other temperatures and supports; those that were asked for, and where a dump does not say, common ones."""
-    found, asked = [], settings.temperature
+    asked = settings.temperature
     if asked is None:
         wanted = {f"temperature {t:g}": t for t in (0.6, 0.7, 0.8, 0.9, 1.2)}
     else:
         wanted = {"temperature not applied": 1.0, "temperature applied twice": asked * asked, "temperature": asked}
-    for name, value in wanted.items():
-        if value != side.temperature and value > 0:
-            change = {"temperature": value}
-            remedy = "processed_logprobs" if which == "rollout" else "learner_temperature"
-            found.append(Hypothesis(f"{name} in the {which}", which, change, (remedy,), True))
-    return found
+    return [
+        Hypothesis(CauseKind.TEMPERATURE, which, {"temperature": value}, what)
+        for what, value in wanted.items()
+        if value != side.temperature and value > 0
+    ]
 
 
-def _support(which: Any, side: Side, settings: Settings, scores: Scores) -> list[Hypothesis]:
+def _support(which: Which, side: Side, settings: Settings, scores: Scores) -> list[Hypothesis]:
     """Log-probs after a top-k or top-p that the other side's have not.
 
     They are higher at every token, so these are tried only where d has one sign nearly everywhere: each costs a sort.
@@ -191,20 +191,20 @@ def _support(which: Any, side: Side, settings: Settings, scores: Scores) -> list
     found, kept = [], list[tuple[str, dict[str, Any]]]()
     if (side.top_k, side.top_p, side.kept) != (0, 1.0, False):
         raw = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "kept": False}
-        found.append(Hypothesis(f"raw log-probs in the {which}", which, raw, ("processed_logprobs",), True))
+        found.append(Hypothesis(CauseKind.RAW, which, raw))
     if any(ids is not None for ids in scores.kept):
         change = {"kept": not side.kept, "top_k": 0, "top_p": 1.0}
-        said = "the whole support" if side.kept else "the kept tokens alone"
-        return [*found, Hypothesis(f"{said} in the {which}", which, change, ("no_truncation",), True)]
+        what = "the whole support" if side.kept else "the kept tokens alone"
+        return [*found, Hypothesis(CauseKind.SUPPORT, which, change, what)]
     if np.sign(scores.d).mean() * (1 if which == "learner" else -1) < _ONE_SIDED:
         return found
     if settings.top_k is None and settings.top_p is None:
         kept = [("top-p 0.9", {"top_p": 0.9}), ("top-p 0.95", {"top_p": 0.95}), ("top-k 50", {"top_k": 50})]
     elif (settings.top_k or 0, settings.top_p or 1.0) != (0, 1.0):
         kept = [("top-k and top-p", {"top_k": settings.top_k or 0, "top_p": settings.top_p or 1.0})]
-    for name, change in kept:
+    for what, change in kept:
         if (side.top_k, side.top_p) != (change.get("top_k", 0), change.get("top_p", 1.0)):
-            found.append(Hypothesis(f"{name} in the {which}", which, change, ("no_truncation",), True))
+            found.append(Hypothesis(CauseKind.SUPPORT, which, change, what))
     return found
 
 
@@ -221,20 +221,16 @@ _SHARDS = (2, 4, 8)
 
 def _engine(rollout: Side, model: ModelConfig) -> list[Hypothesis]:
     """What a serving engine may do otherwise: its cache and its kernels' habits, each and all."""
-    caches = ["fp8", "fp8 of scale 1", "fp8 of scale 1, cut off"]
-    caches += ["bf16"] if rollout.format in ("fp32", "fp16") else []
-    found = [
-        Hypothesis(f"the rollout's cache in {cache}", "rollout", {"cache": cache}, ("cache_format",))
-        for cache in caches
-        if cache != rollout.cache
-    ]
+    caches = [Cache.FP8, Cache.UNSCALED, Cache.CUT_OFF]
+    caches += [Cache.BF16] if rollout.format in ("fp32", "fp16") else []
+    found = [Hypothesis(CauseKind.CACHE, "rollout", {"cache": each}) for each in caches if each != rollout.cache]
     habits = {**_HABITS, "a serving engine's kernels (norm, rope, products, attention, activation)": SERVING}
     for shards in _SHARDS:
         if not (model.num_attention_heads % shards or model.intermediate_size % shards):
             habits[f"tensor parallelism over {shards}"] = {"tensor_parallel": shards}
     return found + [
-        Hypothesis(f"{name} in the rollout", "rollout", {"habits": frozenset(habit.items())}, ("same_kernels",))
-        for name, habit in habits.items()
+        Hypothesis(CauseKind.KERNELS, "rollout", {"habits": frozenset(habit.items())}, what)
+        for what, habit in habits.items()
     ]
 
 
@@ -317,22 +313,21 @@ def substitute(
             scores.versions |= damages(scores.model)
             names = list(scores.versions)
         layers = range(scores.model.config.num_hidden_layers)
-        search.run([_layer(name, layer) for name in names for layer in layers], say)
+        search.run([
+            Hypothesis(CauseKind.LAYER, "rollout", {"weights": name, "layer": layer}) for name in names
+            for layer in layers
+        ], say)  # fmt: skip
     return search.result(trials)
-
-
-def _layer(name: str, layer: int) -> Hypothesis:
-    change = {"weights": name, "layer": layer}
-    return Hypothesis(
-        f"layer {layer} with weights of {name} in the rollout", "rollout", change, ("sync_weights",), True
-    )
 
 
 @dataclass(frozen=True)
 class _Column:
-    """One column of the fit: its values and the bounds of its weight; equal bounds are a weight that is given."""
+    """One column of the fit: its values and the bounds of its weight; equal bounds are a weight that is given.
 
-    name: str
+    Without a ``hypothesis`` it is the rounding of ``side`` as declared, of both sides where ``low`` is below 0.
+    """
+
+    side: Which
     values: Array
     low: float = 0.0
     high: float = 1.0
@@ -356,15 +351,14 @@ class _Search:
 
     def _rounding(self) -> list[_Column]:
         """Each side's rounding as declared; one column for both where the two are declared alike."""
-        found = []
-        for which in ("learner", "rollout"):
+        found, both = list[_Column](), ("learner", "rollout")  # type: list[_Column], tuple[Which, Which]
+        for which in both:
             side = self.sides[which]
-            wide = replace(side, format="fp32", logits="fp32", cache="", habits=frozenset())
+            wide = replace(side, format="fp32", logits="fp32", cache=Cache.OWN, habits=frozenset())
             scored, plain = self.scores.all([side, wide])
-            name = f"rounding in {side.format} in the {which}, as declared, that the other side does not repeat"
             values = _finite(scored - plain) * (1 if which == "learner" else -1)
             if values.any():
-                found.append(_Column(name, values))
+                found.append(_Column(which, values))
         if len(found) == 2 and np.array_equal(found[0].values, -found[1].values):
             return [replace(found[0], low=-1.0)]
         return found
@@ -392,7 +386,7 @@ class _Search:
 
     def _as_column(self, hypothesis: Hypothesis) -> _Column:
         low = 1.0 if self.finer(hypothesis) else 0.0
-        return _Column(hypothesis.name, self.column(hypothesis), low, 1.0, hypothesis)
+        return _Column(hypothesis.which, self.column(hypothesis), low, 1.0, hypothesis)
 
     def finer(self, hypothesis: Hypothesis) -> bool:
         """Whether it says that a side rounds less than it does at present."""
@@ -460,7 +454,7 @@ class _Search:
     def _take(self, hypothesis: Hypothesis) -> None:
         column, finer = self._as_column(hypothesis), self.finer(hypothesis)
         if finer:  # what was declared was not so: its rounding is no column any more
-            self.columns = [c for c in self.columns if c.hypothesis or f"in the {hypothesis.which}" not in c.name]
+            self.columns = [c for c in self.columns if c.hypothesis or c.side != hypothesis.which]
         self.columns.append(column)
         self.taken.append(hypothesis)
         self.sides[hypothesis.which] = hypothesis.applied(self.sides[hypothesis.which])
@@ -527,8 +521,9 @@ class _Search:
                 rest = rest - of_column
         causes.sort(key=lambda cause: -cause.share)
         share = self._share(rest, self.held_N)
-        note = "the order of sums inside a library, and whatever is no hypothesis here"
-        causes.append(Cause("unexplained", share.value, share.low or 0.0, share.high or 0.0, note=note))
+        name, ends = words.cause(CauseKind.UNEXPLAINED, None, {}), (share.low or 0.0, share.high or 0.0)
+        note = words.UNEXPLAINED_NOTE
+        causes.append(Cause(CauseKind.UNEXPLAINED, None, name, share.value, *ends, note=note))
         found = (self.sides["learner"], self.sides["rollout"])
         rms = {"d": _rms(self.d), "left": _rms(left)}
         for which, base, now in zip(("learner", "rollout"), self.base, found, strict=True):
@@ -538,14 +533,16 @@ class _Search:
         return Substitution(tuple(causes), trials, *self.base, found, rms, *counts)
 
     def _cause(self, column: _Column, weight: float, share: Estimate) -> Cause:
-        ends = (share.low or 0.0, share.high or 0.0)
-        hypothesis = column.hypothesis
-        if hypothesis is None:
+        kind, side, what, note = CauseKind.ROUNDING, column.side, "", ""
+        change: Mapping[str, Any] = {"format": self.base[column.side == "rollout"].format}
+        if column.hypothesis is not None:
+            kind, change, what = column.hypothesis.kind, column.hypothesis.change, column.hypothesis.what
+            note = words.came_back(weight)
+        elif column.low < 0:
             side = "rollout" if weight < 0 else "learner"
-            name = column.name if column.low == 0 else column.name.replace("in the learner", f"in the {side}")
-            return Cause(name, share.value, *ends, ("higher_precision",))
-        note = f"its numbers come back to {weight:.0%}" if weight < 0.995 else "its numbers come back as they were"
-        return Cause(hypothesis.name, share.value, *ends, hypothesis.remedies, note, hypothesis.fault)
+        known, ends = facts().causes[kind], (share.low or 0.0, share.high or 0.0)
+        name = words.cause(kind, side, change, what)
+        return Cause(kind, side, name, share.value, *ends, known.helps(side), note, known.fault)
 
 
 def _units(scores: Scores) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from enum import Enum
 
 import numpy as np
 
@@ -333,12 +334,20 @@ class _Pairs:
         self.ordered = float((self.dx[firm] * self.dy[firm] > 0).mean()) if firm.any() else 0.0
 
 
-_Scaled = tuple[str, Tested, float, str, Array]
+class _Scaling(Enum):
+    """What scales the log-probs of one side."""
+
+    NOTHING = 0
+    TEMPERATURE = 1
+    SOFT_CAP = 2
+    EITHER = 3
+
+
+_Scaled = tuple[_Scaling, Tested, float, str, Array]
 
 
 def _scaled(e: Evidence, tests: int) -> _Scaled:
-    """Which of ``temperature``, ``soft_cap``, ``either`` or nothing scales the log-probs; its test, the ratio, what the
-    line explains in words, and what is left."""
+    """What scales the log-probs; its test, the ratio, what the line explains in words, and what is left."""
     if "scaled" not in e.shared:
         e.shared["scaled"] = _how_scaled(e, tests)
     found: _Scaled = e.shared["scaled"]
@@ -359,19 +368,19 @@ def _how_scaled(e: Evidence, tests: int) -> _Scaled:
     pairs = _Pairs(e)
     if not pairs.enough:
         together = float(np.corrcoef(t.x, t.y)[0, 1]) if len(m) > 2 and t.x.std() and t.y.std() else 0.0
-        kind = "either" if abs(b) > 0.02 and together > 0.9 else ""
+        kind = _Scaling.EITHER if abs(b) > 0.02 and together > 0.9 else _Scaling.NOTHING
         return kind, share, ratio, said, rest
     words = f"of {pairs.count} pairs of words in one context the differences are {pairs.scale:.3g} times the other's"
     noise = max(e.usual, 0.03 * float(np.sqrt(np.square(pairs.dy).mean())))
     scaled = abs(np.log(max(pairs.scale, 1e-3))) > 0.02 and pairs.moved > e.usual / 2 and pairs.ordered > 0.9
-    kind = ""
+    kind = _Scaling.NOTHING
     if scaled and pairs.line > 0.8 and pairs.left <= noise:
-        kind = "temperature"
+        kind = _Scaling.TEMPERATURE
     elif scaled and pairs.ordered > 0.97 and max(pairs.bend, pairs.line) > 0.8:
         gained = (1 - pairs.line) / max(1 - pairs.bend, 1e-9)
-        kind = "soft_cap" if gained > 2 and pairs.bend > 0.9 else "either"
+        kind = _Scaling.SOFT_CAP if gained > 2 and pairs.bend > 0.9 else _Scaling.EITHER
     sums = sums_by(pairs.unit, pairs.dx**2, pairs.dx * pairs.dy, pairs.dy**2)
-    found = tested(sums, _pair_share, 0.4, tests) if kind else share
+    found = tested(sums, _pair_share, 0.4, tests) if kind is not _Scaling.NOTHING else share
     return kind, found, pairs.scale, f"{words}, {pairs.line:.0%} explained", rest
 
 
@@ -397,14 +406,15 @@ def temperature(e: Evidence, tests: int) -> Finding:
     if e.clean.telling.units < FEWEST or len(e.clean.telling.x) < 30:
         return few("temperature", e.clean.telling.units)
     kind, share, ratio, words, rest = _scaled(e, tests)
-    known, hint, off = e.dump.settings.temperature, "", np.log(max(ratio, 1e-3))
-    if known not in (None, 0.0, 1.0) and min(abs(off - np.log(known)), abs(off + np.log(known))) < 0.15:
-        hint = f"; the temperature {known:g} left out on one side, or applied twice on the other, would be so"
-    said = f"the learner's log-probs are about {ratio:.3g} times the rollout's: {words}{hint}"
+    asked, off = e.dump.settings.temperature, np.log(max(ratio, 1e-3))
+    known = asked not in (None, 0.0, 1.0) and min(abs(off - np.log(asked)), abs(off + np.log(asked))) < 0.15
+    said = f"the learner's log-probs are about {ratio:.3g} times the rollout's: {words}"
+    if known:
+        said += f"; the temperature {asked:g} left out on one side, or applied twice on the other, would be so"
     noise = min(e.clean.telling.size, e.usual) / max(float((e.clean.telling.x).std()), 1e-9)
     made = found_as("temperature", share, "relative slope", said, effect=ratio - 1, detectable=max(0.02, 2 * noise),
-                    holds=kind in ("temperature", "either"), rest=rest)  # fmt: skip
-    return made if hint or kind != "either" else made.or_else("soft_cap")
+                    holds=kind in (_Scaling.TEMPERATURE, _Scaling.EITHER), rest=rest)  # fmt: skip
+    return made if known or kind is not _Scaling.EITHER else made.or_else("soft_cap")
 
 
 def soft_cap(e: Evidence, tests: int) -> Finding:
@@ -413,7 +423,7 @@ def soft_cap(e: Evidence, tests: int) -> Finding:
         return untested("soft_cap", f"{len(e.pairs)} pairs of words in one context; {_PAIRS} at least")
     kind, share, ratio, words, rest = _scaled(e, tests)
     return found_as("soft_cap", share, "relative slope", words, effect=ratio - 1, detectable=0.05,
-                    holds=kind == "soft_cap", rest=rest)  # fmt: skip
+                    holds=kind is _Scaling.SOFT_CAP, rest=rest)  # fmt: skip
 
 
 def support(e: Evidence, tests: int) -> Finding:
@@ -472,9 +482,7 @@ def coarse(e: Evidence, tests: int) -> Finding:
     error = np.zeros(len(e.clean.x))
     for grid, side in zip(grids, (e.clean.x, e.clean.y), strict=True):
         if grid is not None:
-            bits = {"the bf16 grid": 7, "the fp16 grid": 10}.get(grid)
-            step = 10.0 ** -int(grid[0]) if bits is None else 2.0 ** (np.floor(np.log2(np.abs(side) + 1e-12)) - bits)
-            error += step**2 / 12
+            error += grid.step(side) ** 2 / 12
     rest = np.sign(e.clean.d) * np.sqrt(np.maximum(e.clean.d**2 - error * _kept(e.clean.d**2, error), 0.0))
     return Finding("coarse_logprobs", True, 0.0 if any(grids) and (one or not both) else 1.0, float(one), "sides", 1.0,
                    said or "neither side's log-probs lie on a coarse grid", rest=rest)  # fmt: skip

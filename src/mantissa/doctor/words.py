@@ -1,35 +1,63 @@
-"""What the doctor says first, in a person's words; and what it took for granted where a dump does not say."""
+"""The doctor's sentences: what it says of a verdict, of a cause and of what it could not know.
+
+They are made here from what was found and decide nothing. What a signature's test measured is said beside the test
+(``Finding.said``); a fault's and a cause's own words are in ``facts.yaml``.
+"""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from mantissa.doctor.diagnosis import Diagnosis, Finding, Verdict
+from mantissa.doctor.diagnosis import Basis, Cause, CauseKind, Diagnosis, Finding, Open, Unknown, Verdict, Which
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.facts import coarser, facts
+
+_TIMES = {100.0: "100 times as large", 10.0: "10 times as large", 0.1: "a tenth", 0.01: "a hundredth"}
+_REST = "no cause that was tried explains it"
+_OTHERS = "its weights, adapter or head are not this model's"
+REST_OF = {
+    "weights": f"{_OTHERS} (give the ones it may have had by --other)",
+    "prompt": "it saw another prompt than the dump says, or other positions, of none of the kinds tried",
+    "onset": "what was computed before that place is lost, and no prompt and no position explains it",
+    "too_large": f"{_OTHERS}, or it is random (dropout: score twice), or coarser than what was tried",
+}
+UNEXPLAINED_NOTE = "the order of sums inside a library, and whatever is no hypothesis here"
+MAY_ROUTE = Unknown(
+    Open.EXPERTS,
+    "whether the policy is a mixture of experts, where single tokens differ so: say --experts if it is one",
+)
+
+
+# the answer
 
 
 def first_line(found: Diagnosis) -> str:
     """One sentence; the figures are the headline's."""
-    f = found.figures
-    if found.decided:
-        return f"Something is wrong: {found.decided}."
-    if found.routers:
+    if found.basis in (Basis.CAUSE, Basis.SIDE):
+        return f"Something is wrong: {decided(found)}."
+    if found.basis is Basis.ROUTERS:
         return "Healthy: the two sides differ by rounding, and at a few tokens by experts that their routers chose."
     if found.verdict is Verdict.HEALTHY:
-        return (
-            "Healthy: the two sides differ by rounding alone." if f["abs_d_max"] else "Healthy: both sides are equal."
-        )
+        equal = found.basis is Basis.EQUAL
+        return "Healthy: both sides are equal." if equal else "Healthy: the two sides differ by rounding alone."
     if found.verdict is Verdict.UNKNOWN:
-        why = re.split("[:;]", found.headline.removeprefix("not known: "))[0]
-        return f"I cannot tell: {why.removesuffix(' to tell')}."
-    if found.verdict is Verdict.FAULT and found.fault is not None and found.second is not None:
-        return f"Two things are wrong: {titled(found.fault)}; and {titled(found.second)}."
-    if found.verdict is Verdict.FAULT and found.fault is not None:
-        return f"Something is wrong: {titled(found.fault)}."
-    if found.verdict is Verdict.FAULT:
+        return f"I cannot tell: {found.why}."
+    if found.verdict is Verdict.LARGE:
+        return "Something is wrong, and these numbers do not say what: the gap is too large to be rounding."
+    if found.fault is None:
         return "Something is wrong: one cause makes most of the gap."
-    return "Something is wrong, and these numbers do not say what: the gap is too large to be rounding."
+    if found.second is not None:
+        return f"Two things are wrong: {titled(found.fault)}; and {titled(found.second)}."
+    return f"Something is wrong: {titled(found.fault)}."
+
+
+def decided(found: Diagnosis) -> str:
+    """What a model decided, empty where none did."""
+    if found.basis is Basis.SIDE:
+        return f"the {found.side} is not this model"
+    return "" if found.decided is None else found.decided.name
 
 
 def titled(finding: Finding) -> str:
@@ -53,3 +81,199 @@ def inferred(dump: Dump, found: Diagnosis, asked: str | None) -> list[str]:
     if dump.settings.temperature is None:
         said.append("no temperature is named")
     return said
+
+
+# headlines
+
+
+def faults(named: Sequence[Finding], valued: Sequence[bool]) -> str:
+    """What is wrong, of those ``valued`` how much of the gap it explains, and a second fault where there is one."""
+    parts = []
+    for each, has_share in zip(named, valued, strict=True):
+        share = f", which explains {each.share:.0%} of the squared gap" if has_share else ""
+        parts.append(f"{titled(each)}{share} ({each.said})")
+    first = "two faults: " if len(parts) > 1 else "a fault: "
+    return first + "; and ".join(parts)
+
+
+def too_large(figures: Mapping[str, Any], bound: float, best: Finding | None) -> str:
+    """There is more than noise; ``best``: what explains most of it, and not enough."""
+    most = "nothing that was tried explains it"
+    if best is not None:
+        most = f"the most that one cause explains is {best.share:.0%} ({facts().faults[best.name].title})"
+    return (
+        f"not known: d of {figures['d_rms']:.2g} nats is no rounding (size of u {figures['u_rms']:.2g}, up to "
+        f"{bound:.2g} is usual), and {most}"
+    )
+
+
+@dataclass(frozen=True)
+class Healthy:
+    """Figures of a healthy gap. ``far``: of ``tokens`` uncertain ones, those far beyond the usual, where they are left
+    out of the ``size`` of u; ``routed``: of a mixture. ``throughout``, ``quarter``: sizes of faults that would have
+    been seen."""
+
+    d_rms: float
+    size: float
+    bound: float
+    throughout: float | None = None
+    quarter: float | None = None
+    formats: str | None = None
+    far: int = 0
+    tokens: int = 0
+    routed: bool = False
+
+
+def healthy(basis: Basis, g: Healthy) -> str:
+    """With the sizes of faults that this sample would have shown."""
+    if basis is Basis.EQUAL:
+        return "healthy noise: every log-prob is equal on both sides, to the last bit"
+    if basis is Basis.NOTHING:
+        return f"healthy noise: d is {g.d_rms:.1e} nats; nothing to do"
+    if basis is Basis.CERTAIN:
+        return (f"healthy noise: d is {g.d_rms:.1g} nats, and nearly every token is certain (p above 0.99): "
+                "only a fault that makes other tokens likely would have been seen")  # fmt: skip
+    what = f"size of u {g.size:.2g}"
+    if g.far:
+        what += f" but for {g.far} of {g.tokens:,} tokens far beyond"
+        what += " (routers that chose otherwise)" * g.routed
+    seen = f"{g.throughout:.2g} throughout" + (
+        f" or {g.quarter:.2g} in a quarter of the sequences" if g.quarter else ""
+    )
+    named = f"for {g.formats}" if g.formats else "for bf16 (the dump names no format)"
+    return f"healthy noise: {what}, up to {g.bound:.2g} is usual {named}; a fault of {seen} would have been seen"
+
+
+def routers(beyond: str, most_share: float, quiet: float, bound: float, throughout: float | None) -> str:
+    """Of a healthy mixture; ``beyond``: how many tokens are."""
+    fault = f"a fault of {throughout:.2g} throughout" if throughout is not None else "a fault of most tokens"
+    most = f"{most_share:.0%}"
+    return (
+        f"healthy noise: routers of the mixture of experts disagree: {beyond}, up to {most} are; the size of u of the "
+        f"others is {quiet:.2g}, up to {bound:.2g} is usual; {fault} would have been seen, and one of some sequences "
+        f"or places only where it moves more than {most} of the tokens beyond {bound:.2g}"
+    )
+
+
+def beyond(count: int, of: int) -> str:
+    """How many tokens are beyond the usual."""
+    return f"{count:,} of {of:,} uncertain tokens are beyond the usual"
+
+
+def samples(tokens: int, top_p: float) -> str:
+    """Log-probs agree, and the samples are of a cut law."""
+    return (
+        f"{Verdict.FAULT}: log-probs agree, and samples are not of their law: of {tokens:,} tokens none is "
+        f"beyond the likeliest {top_p:.3f} of the probability, as under a top-p or top-k that log-probs leave out"
+    )
+
+
+def by_cause(cause: Cause) -> str:
+    """The model gave the cause."""
+    ends = f"{cause.low:.0%} to {cause.high:.0%}"
+    return f"{Verdict.FAULT}: {cause.name} makes {cause.share:.0%} of the squared gap ({ends})"
+
+
+def by_side(at_fault: Which, other: Which, rms: Mapping[Which, float], fault: str) -> str:
+    """The model is one side's, and the other's log-probs are of something else."""
+    kept = f"{rms[other]:.2g} nats beside {rms[at_fault]:.2g}"
+    return (
+        f"{Verdict.FAULT} in the {at_fault}: the {other}'s log-probs come back from this model ({kept}); "
+        f"{REST_OF.get(fault, _REST)}"
+    )
+
+
+# verdicts that are not known
+
+
+@dataclass(frozen=True)
+class Why:
+    """Why there is no verdict, in a few words, and what the headline adds to them."""
+
+    short: str
+    more: str = ""
+
+    @property
+    def headline(self) -> str:
+        return f"not known: {self.short}{self.more}"
+
+
+def few(figures: Mapping[str, Any], why: str) -> Why:
+    """A sample too small for its verdict; ``why`` follows after the counts."""
+    counts = f"{figures['tokens']:,} tokens of {figures['sequences']:,} sequences are too few"
+    return Why(counts, f" to tell{why}")
+
+
+def certain(telling: int, tokens: int) -> Why:
+    """Where nearly every token is certain, and the differences are large."""
+    near = f"all but {telling:,} of {tokens:,} tokens are certain"
+    return Why(f"{near}, and their differences are larger than rounding makes")
+
+
+def flights(few: bool, any_beyond: bool, beyond: str, quiet: float, routed: bool) -> Why:
+    """Tokens beyond the usual, of which nothing says what they are; ``few``: no more than a mixture has."""
+    amount = "a few" if few else "many"
+    tokens = f"{beyond}, the size of u of the others is {quiet:.2g}"
+    if not routed:
+        far = f"{amount} tokens differ far" if any_beyond else "some tokens differ much more than others"
+        return Why(f"{far}, and nothing that was tried says why ({tokens})")
+    return Why(
+        f"routers of a mixture of experts that disagree, or {amount} tokens of other weights or another cache "
+        f"({tokens})",
+        "; to decide, score again in the rollout's format or with the rollout's experts, or give --model",
+    )
+
+
+def unknown(dump: Dump, every: Sequence[Finding], size: Finding, causing: Sequence[Finding]) -> tuple[Unknown, ...]:
+    """What decides between causes that log-probs cannot tell apart, what was not tested and why, what hides below the
+    bound: ``size.detectable`` where it is known."""
+    table = facts().faults
+    said = [
+        Unknown(Open.CAUSES, f"to decide: {table[each.name].decide}") for each in causing if table[each.name].decide
+    ]
+    said += [Unknown(Open.UNTESTED, f"{each.name}: {each.said}") for each in every if not each.tested]
+    if coarser(dump.settings) is None:
+        said.append(Unknown(Open.FORMAT, "the dump names no number format: bf16's healthy size was assumed"))
+    if size.tested and size.detectable is not None and size.detectable < float("inf"):
+        said.append(Unknown(
+            Open.HIDDEN, f"weights, an adapter or a cache that are a little other look like noise below a size of u of "
+            f"{size.detectable:.2g}; with --model they are told apart"))  # fmt: skip
+    if dump.settings.temperature is None:
+        said.append(Unknown(Open.TEMPERATURE, "the dump does not say at which temperature was sampled"))
+    return tuple(said)
+
+
+def remark(each: Finding) -> str:
+    """A habit or a place that was found and is not the cause."""
+    return f"{facts().faults[each.name].title}: {each.said}; it explains {each.share:.1%} of the squared gap"
+
+
+def others(figures: Mapping[str, Any], bound: float) -> str:
+    """What the compared tokens are, where some were not."""
+    return f"the size of u of the other tokens is {figures['u_rms']:.2g}, up to {bound:.2g} is usual"
+
+
+# causes
+
+
+def cause(kind: CauseKind, side: Which | None, change: Mapping[str, Any], what: str = "") -> str:
+    """A cause's name. ``change``: fields of the side that it changes; ``what``: words for what those do not say."""
+    theta = _TIMES.get(change.get("theta", 1.0), "")
+    return facts().causes[kind].said.format(**{"side": side, "what": what or theta, **change})
+
+
+def came_back(weight: float) -> str:
+    """How much of a hypothesis is in the numbers."""
+    return f"its numbers come back to {weight:.0%}" if weight < 0.995 else "its numbers come back as they were"
+
+
+def taken(tokens: int, units: int, learner: str, rollout: str) -> Unknown:
+    """What was scored with the model, and how both sides were taken to compute."""
+    return Unknown(
+        Open.TAKEN, f"shares are of {tokens:,} tokens of {units} sequences or prompts; taken as declared: learner "
+        f"{learner}; rollout {rollout}")  # fmt: skip
+
+
+def not_looked_for(nats: float) -> Unknown:
+    """There is no gap."""
+    return Unknown(Open.TAKEN, f"causes were not looked for: d is below {nats:g} nats")
