@@ -256,7 +256,8 @@ class CpuProducts:
         return CpuProducts(ratios[0], ratios[1], ways, flushes)
 
     def __str__(self) -> str:
-        each = ", ".join(f"{name} {ratio:.2f}" for name, ratio in (("bf16", self.ratio), ("int8", self.int8_ratio)))
+        ratios = {"bf16": self.ratio, "int8": self.int8_ratio}
+        each = ", ".join(f"{name} {'none' if math.isinf(ratio) else f'{ratio:.2f}'}" for name, ratio in ratios.items())
         return f"time of a product over fp32's ({_ROWS} x {_IN} x {_OUT}): {each}"
 
     def lines(self) -> list[str]:

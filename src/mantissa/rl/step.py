@@ -100,6 +100,7 @@ def observe(run: Run, step: int, experience: Experience) -> dict[str, float]:
 
 
 def learn(run: Run, step: int, experience: Experience, learns: bool) -> Update:
+    """The update of the weights, or none where the policy only plays along."""
     with run.timed("update"):
         return run.learner.learn(experience, step) if learns else Update((), experience.tallies, 0)
 

@@ -51,18 +51,22 @@ def require_like(row: Any, expected: Mapping[str, Good], where: str, writer: str
 
 
 def is_text(value: Any) -> bool:
+    """A string."""
     return isinstance(value, str)
 
 
 def is_count(value: Any) -> bool:
+    """A whole number from 0 that 63 bits hold."""
     return number(value, 0, 2**63, whole=True)
 
 
 def is_duration(value: Any) -> bool:
+    """A finite number from 0."""
     return number(value, 0)
 
 
 def is_figure(value: Any) -> bool:
+    """Any number; one that is not finite as a float, which ``read`` makes of its word."""
     return number(value, -math.inf, math.inf) or (isinstance(value, float) and not math.isfinite(value))
 
 
