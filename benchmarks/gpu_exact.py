@@ -30,7 +30,6 @@ from mantissa.kernels import NativeKernels
 from mantissa.kernels.exact.gpu import ExactGpuKernels
 from mantissa.model import Decoder
 from mantissa.precision import BF16, E4M3, FP16, FP32, BlockScaled, Fp8Policy
-from mantissa.precision.numerics import token_logprob
 from mantissa.rollout import NativeEngine, Request, SamplingParams
 
 FAMILIES = {"native": NativeKernels, "exact native": ExactGpuKernels}
@@ -128,7 +127,7 @@ def response_logp(
     model: Decoder, kernels: NativeKernels, hidden: Tensor, tokens: Tensor, start: int, new: int
 ) -> Tensor:
     logits = model.logits(hidden[start - 1 : start - 1 + new], kernels)
-    return token_logprob(logits, tokens[start : start + new].to(logits.device)).cpu()
+    return kernels.token_logprob(logits, tokens[start : start + new].to(logits.device)).cpu()
 
 
 # ---- cost
@@ -154,7 +153,7 @@ def training(setting: Setting, model: Decoder, kernels: NativeKernels) -> Callab
 
     def step() -> float:
         logits = model.logits(model(tokens[:, :-1], kernels), kernels)
-        loss = -token_logprob(logits, tokens[:, 1:]).mean()
+        loss = -kernels.token_logprob(logits, tokens[:, 1:]).mean()
         loss.backward()
         return loss.item()  # waits for the device
 

@@ -86,6 +86,9 @@ def test_models_run_in_the_format_and_differ_from_fp32_by_its_rounding(
     strict promotion, so that no operation mixes types in silence."""
     make, data = MODELS[name]
     model, x = make().to(device), data().to(device)
+    for module in model.modules():  # on a GPU attention in a half draws its dropout by another kernel than fp32's
+        if device == "cuda" and isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
     torch.manual_seed(1)
     want, _, exact = step(simulated(FP32, device), model, x)
     torch.manual_seed(1)

@@ -215,7 +215,8 @@ def test_a_plan_of_bf16_attention_is_not_for_operands_in_fp32() -> None:
 def test_log_probs_are_equal_on_the_products_that_hold_and_on_what_replaces_them(
     monkeypatch: pytest.MonkeyPatch, family: str, library: str
 ) -> None:
-    """From the engine's cache and batches against the learner's sequences; the fast family is not equal."""
+    """From the engine's cache and batches against the learner's sequences. Whether the fast family differs is the
+    processor's: on one with AMX this model's does not. So the counting is tried by a log-prob moved by an ulp."""
     if library == "unsteady":
         monkeypatch.setattr(cpu, "onednn", Unsteady())
     model, resolved = make_model(FAMILIES[family]), exactly("bf16")
@@ -228,9 +229,8 @@ def test_log_probs_are_equal_on_the_products_that_hold_and_on_what_replaces_them
     assert len(sampled.logp_N) > 200
     for micro in (None, 2, 1):
         assert policies.different(sampled, micro=micro) == 0
-    fast = Policies(model, resolve(PrecisionPolicy.parse("bf16"), "cpu"))
-    assert isinstance(fast.rollout, NativeKernels)
-    assert fast.different(fast.sample(ragged(9), tokens=30)) > 0
+    sampled.logp[0][0] = torch.nextafter(sampled.logp[0][0], torch.tensor(0.0))
+    assert policies.different(sampled) == 1
 
 
 def test_equal_after_every_update_on_a_real_models_shape() -> None:

@@ -135,7 +135,7 @@ def test_a_run_from_beginning_to_its_continuations(
     sampled = [
         CliRunner().invoke(app, ["sample", str(p), "12=", "--max-tokens", "9"]) for p in (run.path, run.adapter_path)
     ]
-    assert [result.exit_code for result in sampled] == [0, 0], sampled[0].output
+    assert [result.exit_code for result in sampled] == [0, 0], (sampled[0].output, sampled[0].exception)
     assert sampled[0].stdout == sampled[1].stdout  # merged when it was saved, or merged now
     assert CliRunner().invoke(app, ["report", str(run.path)]).exit_code == 0
     continued = (

@@ -87,7 +87,7 @@ def _packaged(name: str) -> Path:
         ) from None
     found = [Path(str(file.locate())) for file in listed if file.suffix.lower() == ".gguf"]
     if len(found) != 1 or not found[0].is_file():
-        what = "no GGUF file" if not found else "lost it" if len(found) == 1 else f"{len(found)}"
+        what = f"{len(found)}" if len(found) > 1 else "none, or has lost it"  # Python 3.12 lists no file that is lost
         raise MantissaError(f"{_PACKAGE}{name}: expected a package that ships one GGUF file, but this one has {what}")
     return found[0]
 

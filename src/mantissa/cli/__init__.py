@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from typing import Annotated, Any, cast
 
 import typer
@@ -104,6 +105,8 @@ _UsageError = cast(type[Exception], typer.BadParameter.__base__)
 def main() -> None:
     """Entry point of the command."""
     spin_briefly()
+    # torch's, at the first backward on a GPU: its thread has no context yet, and takes the device's
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context", UserWarning)
     try:
         code = app(sys.argv[1:] or ["--help"], prog_name="mantissa", standalone_mode=False)
     except MantissaError as error:
