@@ -18,14 +18,12 @@ import torch
 pytest.importorskip("triton")
 
 from mantissa.kernels.exact.gpu import ExactGpuKernels
-from mantissa.kernels.native import NativeKernels
 from mantissa.precision import BF16, FP16, FP32, Fp8Policy, NumberFormat
 from triton_compiled import compiled, recorded
 from triton_interpreter import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiles: run without TRITON_INTERPRET")
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}  # bytes a block may have
-LAYER = "model.layers.0.mlp.up_proj"
 Work = Callable[[ExactGpuKernels, int], Any]
 
 
@@ -114,13 +112,14 @@ def test_the_log_prob_compiles(capability: int) -> None:
 @pytest.mark.parametrize("backward", ["e4m3", "e5m2"])
 def test_fp8_compiles_for_hopper(backward: Any, power_of_two: bool) -> None:
     """Forward and backward: two quantisations and a product; then three quantisations and two products."""
+    from mantissa.kernels.triton.products import Fp8Linear
+
     fp8 = Fp8Policy(backward=backward, scale="power_of_two" if power_of_two else "fp32")
-    family = NativeKernels(BF16, fp8=fp8)
     x = torch.zeros(300, 1024, dtype=torch.bfloat16, requires_grad=True)
     master = torch.zeros(4096, 1024, requires_grad=True)
 
     def work() -> None:
-        out = family.linear(x, master, None, LAYER)
+        out = Fp8Linear.apply(x, master, None, None, fp8)
         torch.autograd.grad(out, (x, master), torch.zeros_like(out))
 
     kernels = compiled(work, 90)
@@ -165,11 +164,13 @@ def test_an_unaligned_view_is_launched_as_any_other() -> None:
 
 
 def test_fp8_launches_do_not_depend_on_rows() -> None:
-    family = ExactGpuKernels(BF16, fp8=Fp8Policy())
+    from mantissa.kernels.triton.products import Fp8Linear
+
     weight = torch.zeros(512, 1024)
     with recorded() as launches:
         for rows in (1, 7, 16, 128):
-            family.linear(torch.zeros(rows, 1024, dtype=torch.bfloat16), weight, torch.zeros(512), LAYER)
+            x = torch.zeros(rows, 1024, dtype=torch.bfloat16)
+            Fp8Linear.apply(x, weight, None, torch.zeros(512, dtype=torch.bfloat16), Fp8Policy())
     by_name = [[launch for launch in launches if launch[0] == name] for name in ("_quantize", "_scaled_product")]
     assert [len(found) for found in by_name] == [8, 4]
     per_row = [found for found in by_name[0] if found[1][1]["PER_ROW"]]
