@@ -12,7 +12,6 @@ Legend: B completions, R response tokens right-padded.
 """
 
 import sys
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -67,7 +66,7 @@ def main(steps: int, path: str | None = None) -> torch.nn.Module:
             with torch.no_grad():  # score: the same tokens by the learner, before its update
                 each = partial(forward_of, model, kernels)
                 batch = batch.with_learner(*score(each, batch, MICRO_BATCH_TOKENS, entropies=True))
-            gap = gap_metrics(batch.rollout_logp_BR, batch.old_logp, batch.mask_BR)  # what is left between the two
+            gap = gap_metrics(batch.rollout_logp_BR, batch.old_logp_BR, batch.mask_BR)  # what is left between the two
             batch = weigh(batch)
             rows = torch.randperm(len(batch), generator=generator(SEED, "update", number))
             rows = rows[(batch.advantage_B[rows] != 0) & batch.valid_BR[rows].any(1)]  # the others have no gradient
@@ -108,8 +107,8 @@ def weigh(batch):
     """How much better than its group each completion is; how much too probable each token was in the rollout."""
     advantage_B, _ = advantage(batch.reward_B, batch.group_B, "dr_grpo")
     correct = CorrectionConfig.model_validate("token_tis")
-    weight_BR, valid_BR, _ = correction(batch.old_logp, batch.rollout_logp_BR, batch.mask_BR, correct)
-    return replace(batch, advantage_B=advantage_B, weight_BR=weight_BR, valid_BR=valid_BR)
+    weight_BR, valid_BR, _ = correction(batch.old_logp_BR, batch.rollout_logp_BR, batch.mask_BR, correct)
+    return batch.with_weights(advantage_B, weight_BR, valid_BR)
 
 
 def backward(model, kernels, batch, rows, loss_scale: float) -> Tensor:
@@ -120,7 +119,7 @@ def backward(model, kernels, batch, rows, loss_scale: float) -> Tensor:
         inside = batch.select(part)
         logp_BR = scatter(forward(model, kernels, inside, 1.0).logp_N, inside.mask_BR)
         loss, _ = PPOClipConfig().loss(
-            logp_BR, inside.old_logp, inside.advantage_B, inside.valid_BR, inside.weight_BR,
+            logp_BR, inside.old_logp_BR, inside.advantage_BR, inside.valid_BR, inside.weight_BR,
             scale_BR[part, : logp_BR.shape[1]],
         )  # fmt: skip
         (loss * loss_scale).backward()

@@ -22,7 +22,7 @@ def make(seed: int) -> dict[str, Tensor]:
     old = -normal(B, T).abs()
     mask = torch.rand(B, T, generator=draw) > 0.3
     return {
-        "logp_BT": old + 0.3 * normal(B, T), "old_logp_BT": old, "advantage_B": 2 * normal(B), "mask_BT": mask,
+        "logp_BT": old + 0.3 * normal(B, T), "old_logp_BT": old, "advantage": 2 * normal(B), "mask_BT": mask,
         "weight_BT": normal(B, T).abs(), "scale_BT": normal(B, T).abs(),
     }  # fmt: skip
 
@@ -30,14 +30,14 @@ def make(seed: int) -> dict[str, Tensor]:
 def covariances(batch: dict[str, Tensor]) -> dict[tuple[int, int], float]:
     places = [tuple(place) for place in batch["mask_BT"].nonzero().tolist()]
     logps = [batch["old_logp_BT"][place].item() for place in places]
-    advantages = [batch["advantage_B"][place[0]].item() for place in places]
+    advantages = [batch["advantage"][place[0]].item() for place in places]
     a, m = math.fsum(advantages) / len(places), math.fsum(logps) / len(places)
     return {place: (x - a) * (y - m) for place, x, y in zip(places, advantages, logps, strict=True)}
 
 
 def choice(config: ClipCovConfig | KLCovConfig, batch: dict[str, Tensor], seed: int = 0) -> Tensor:
     draw = torch.Generator().manual_seed(seed)
-    return config.select(batch["old_logp_BT"], batch["advantage_B"], batch["mask_BT"], draw)
+    return config.select(batch["old_logp_BT"], batch["advantage"], batch["mask_BT"], draw)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -66,7 +66,7 @@ def test_value_and_gradient_are_those_of_scalar_math(config: ClipCovConfig | KLC
     loss.backward()
     expected, gradient = 0.0, torch.zeros(B, T, dtype=torch.float64)
     for i, t in batch["mask_BT"].nonzero().tolist():
-        x, a = (batch["logp_BT"][i, t] - batch["old_logp_BT"][i, t]).item(), batch["advantage_B"][i].item()
+        x, a = (batch["logp_BT"][i, t] - batch["old_logp_BT"][i, t]).item(), batch["advantage"][i].item()
         factor, ratio = (batch["scale_BT"][i, t] * batch["weight_BT"][i, t]).item(), math.exp(x)
         if isinstance(config, KLCovConfig):
             expected += factor * (config.coefficient * abs(x) * bool(chosen[i, t]) - ratio * a)

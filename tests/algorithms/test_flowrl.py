@@ -39,7 +39,7 @@ def make_batch(seed: int, spread: float = 0.3, dtype: torch.dtype = torch.float6
         "old_logp_BT": old_BT,
         "ref_logp_BT": old_BT + spread * normal(B, T),
         "log_z_B": normal(B),
-        "advantage_B": normal(B),
+        "advantage": normal(B),
         "mask_BT": mask_BT,
         "weight_BT": normal(B, T).abs(),
         "scale_BT": aggregation_scale(mask_BT, "seq_mean_token_mean", dtype=dtype),
@@ -67,7 +67,7 @@ def oracle(batch: Batch, config: FlowRLConfig) -> tuple[float, list[list[float]]
         def mean(name: str, i: int = i, here: list[int] = here) -> float:
             return math.fsum(batch[name][i, t].item() for t in here) / len(here)
 
-        z, reward = batch["log_z_B"][i].item(), batch["advantage_B"][i].item()
+        z, reward = batch["log_z_B"][i].item(), batch["advantage"][i].item()
         delta = z + mean("logp_BT") - config.beta * reward - mean("ref_logp_BT")
         log_ratios = [batch["logp_BT"][i, t].item() - batch["old_logp_BT"][i, t].item() for t in here]
         if config.importance == "sequence":

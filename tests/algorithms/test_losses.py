@@ -25,7 +25,7 @@ from mantissa.algorithms import (
     SAPOConfig,
     values,
 )
-from mantissa.algorithms.losses.base import TokenLoss
+from mantissa.algorithms.losses.base import TokenLoss, of_each_token
 
 INF, NAN = float("inf"), float("nan")
 CONFIGS = (
@@ -63,7 +63,7 @@ def make_batch(seed: int, spread: float = 0.3, dtype: torch.dtype = torch.float6
     return {
         "logp_BT": old_BT + spread * normal(4, 5),
         "old_logp_BT": old_BT,
-        "advantage_B": normal(4),
+        "advantage": normal(4),
         "mask_BT": mask_BT,
         "weight_BT": normal(4, 5).abs(),
         "scale_BT": normal(4, 5).abs(),
@@ -120,7 +120,7 @@ def oracle(batch: Batch, config: Any) -> tuple[float, list[list[float]], int]:
     loss, held_tokens = 0.0, 0
     gradient = [[0.0] * batch["mask_BT"].shape[1] for _ in range(batch["mask_BT"].shape[0])]
     for i, row in enumerate(batch["mask_BT"].tolist()):
-        a = batch["advantage_B"][i].item()
+        a = batch["advantage"][i].item()
         here = [t for t, valid in enumerate(row) if valid]
         log_ratios = [batch["logp_BT"][i, t].item() - batch["old_logp_BT"][i, t].item() for t in here]
         for t, log_ratio in zip(here, log_ratios, strict=True):
@@ -214,7 +214,7 @@ def test_gmpo_is_the_papers_geometric_mean(seed: int) -> None:
     total = torch.zeros((), dtype=torch.float64)
     for i, mask in enumerate(batch["mask_BT"]):
         if mask.any():
-            x, a = (leaf[i] - batch["old_logp_BT"][i])[mask], batch["advantage_B"][i]
+            x, a = (leaf[i] - batch["old_logp_BT"][i])[mask], batch["advantage"][i]
             c = torch.minimum(a.sign() * x, a.sign() * x.clamp(-0.1, 0.2)) * a.sign()
             total = total - batch["weight_BT"][i, 0] * batch["scale_BT"][i, 0] * mask.sum() * c.mean().exp() * a
     total.backward()
@@ -232,7 +232,7 @@ def test_gspo_is_the_papers_clipped_ratio_of_the_sequence(seed: int) -> None:
     total = torch.zeros((), dtype=torch.float64)
     for i, mask in enumerate(batch["mask_BT"]):
         if mask.any():
-            s, a = (leaf[i] - batch["old_logp_BT"][i])[mask].mean().exp(), batch["advantage_B"][i]
+            s, a = (leaf[i] - batch["old_logp_BT"][i])[mask].mean().exp(), batch["advantage"][i]
             term = torch.min(s * a, s.clamp(1 - config.clip_low, 1 + config.clip_high) * a)
             total = total - batch["weight_BT"][i, 0] * batch["scale_BT"][i, 0] * mask.sum() * term
     total.backward()
@@ -360,7 +360,8 @@ def test_a_formula_of_tokens_is_given_zeros_where_masked(by_token: bool) -> None
     logp, old, weight, scale = (1 + torch.rand(4, 5, generator=draw) for _ in range(4))
     advantage = 1 + torch.rand((4, 5) if by_token else (4,), generator=draw)
     Watching().loss(logp, old, advantage, mask, weight, scale)
-    Watching().clipped(torch.where(mask, logp, 0.0), torch.where(mask, old, 0.0), advantage, mask)
+    each = of_each_token(advantage, mask)
+    Watching().clipped(torch.where(mask, logp, 0.0), torch.where(mask, old, 0.0), each, mask)
     assert len(seen) == 2
     for *floats, given_mask in seen:
         assert torch.equal(given_mask, mask)

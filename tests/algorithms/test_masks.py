@@ -38,17 +38,17 @@ Function = Callable[[Batch], tuple[Any, ...]]  # tensors, and a dictionary of ta
 
 
 def of_policy(config: Any) -> Function:
-    names = ("logp_BT", "old_logp_BT", "advantage_B", "mask_BT", "weight_BT", "scale_BT")
+    names = ("logp_BT", "old_logp_BT", "advantage", "mask_BT", "weight_BT", "scale_BT")
     return lambda batch: config.loss(*(batch[name] for name in names))
 
 
 def of_flowrl(config: FlowRLConfig) -> Function:
-    names = ("logp_BT", "old_logp_BT", "advantage_B", "mask_BT", "weight_BT", "scale_BT", "ref_logp_BT", "log_z_B")
+    names = ("logp_BT", "old_logp_BT", "advantage", "mask_BT", "weight_BT", "scale_BT", "ref_logp_BT", "log_z_B")
     return lambda batch: config.loss(**{name: batch[name] for name in names})
 
 
 def of_parts(config: Any) -> Function:
-    names = ("logp_BT", "old_logp_BT", "rollout_logp_BT", "advantage_B", "mask_BT", "mask_BT")
+    names = ("logp_BT", "old_logp_BT", "rollout_logp_BT", "advantage", "mask_BT", "mask_BT")
     return lambda batch: (config.ratio_parts(*(batch[name] for name in names)),)
 
 
@@ -107,7 +107,7 @@ def make_batch(seed: int) -> Batch:
     mask_BT = torch.rand(B, T, generator=random) > 0.3
     mask_BT[seed % B] = False
     logps = {f"{name}logp_BT": old_BT + 0.5 * normal(B, T) for name in ("", "ref_", "rollout_")}
-    rows = {"advantage_B": normal(B), "log_z_B": normal(B)}
+    rows = {"advantage": normal(B), "log_z_B": normal(B)}
     scale_BT = aggregation_scale(mask_BT, "seq_mean_token_mean", dtype=torch.float64)
     weight_BT = normal(B, T).abs()
     return {**logps, **rows, "old_logp_BT": old_BT, "mask_BT": mask_BT, "weight_BT": weight_BT, "scale_BT": scale_BT}

@@ -73,7 +73,7 @@ def backward(data: Data, scale_BT: Tensor, config: Any, corrected: CorrectionCon
     slope = torch.tensor([0.7], dtype=torch.float64, requires_grad=True)
     old_BT = token_logprob(data["old_BTV"], data["tokens_BT"])
     logp_BT = token_logprob(data["old_BTV"] + theta_V, data["tokens_BT"])
-    valid_BT, weight_BT, advantage_B = data["valid_BT"], data["weight_BT"], data["advantage_B"]
+    valid_BT, weight_BT, advantage_B = data["valid_BT"], data["weight_BT"], data["advantage"]
     if isinstance(config, FlowRLConfig):
         log_z_B = slope * data["state_B"]
         more = {"ref_logp_BT": data["ref_BT"], "log_z_B": log_z_B}
@@ -130,7 +130,7 @@ def test_micro_batches_sum_to_the_gradient_of_one(
     shares = list(order.tensor_split(sorted(cuts)))  # of unequal sizes, some without a row
     if idle:  # the first rank's rows have no token that counts
         batch["mask_BT"][shares[0]] = False
-    batch["advantage_B"], _ = advantage(batch["reward_B"], batch["group_B"], "grpo")
+    batch["advantage"], _ = advantage(batch["reward_B"], batch["group_B"], "grpo")
     whole = in_parts(batch, [torch.arange(B)], config, corrected, *aggregation)
     assert_same(in_parts(batch, shares, config, corrected, *aggregation), whole)
 

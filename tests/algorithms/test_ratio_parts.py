@@ -53,7 +53,7 @@ def make_batch(seed: int, alpha: float = 0.2, beta: float = 0.2, bad: float | No
         "logp_BT": old_BT + alpha * normal(B, T),
         "old_logp_BT": old_BT,
         "rollout_logp_BT": rollout_BT,
-        "advantage_B": normal(B),
+        "advantage": normal(B),
         "mask_BT": mask_BT,
         "valid_BT": mask_BT & (torch.rand(B, T, generator=random) > 0.2),
     }
@@ -90,7 +90,7 @@ def oracle(batch: Batch, config: Any) -> dict[str, float]:
             if batch["valid_BT"][i, t]:
                 whole = whole and finite
                 here += [(logp - old, logp - rollout)] if finite else []
-        a = batch["advantage_B"][i].item()
+        a = batch["advantage"][i].item()
         by_sequence = isinstance(config, GSPOConfig) or getattr(config, "importance", "token") != "token"
         if by_sequence and here:
             size = 1 if getattr(config, "importance", "") == "sequence" else len(here)
@@ -130,7 +130,7 @@ def test_before_anything_is_learned_bypass_cuts_the_phantoms_and_nothing_else(co
     """Of one batch the loss's own count, with the rollout below its ratio, is the fraction that the metric foretold."""
     batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in make_batch(3, alpha=0.0).items()}
     one = torch.ones(B, T, dtype=dtype)
-    logp, a, valid = batch["logp_BT"], batch["advantage_B"], batch["valid_BT"]
+    logp, a, valid = batch["logp_BT"], batch["advantage"], batch["valid_BT"]
     phantom = values(config.ratio_parts(**batch))[PHANTOM]
     for anchor, clipped in (("rollout_logp_BT", phantom.item()), ("old_logp_BT", 0.0)):
         tallies = config.loss(logp, batch[anchor], a, valid, one, one)[1]

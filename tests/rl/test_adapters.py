@@ -32,7 +32,7 @@ from mantissa.model.lora import adapter_parameters
 from mantissa.rl.adapters import locate, open_policy
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config.run import RunConfig
-from mantissa.rl.experience import Experience
+from mantissa.rl.experience import Scored
 from mantissa.rl.session import resume, start
 from mantissa.runs.directory import RunDirectory
 from small_run import QUICK, contents, stopped
@@ -42,7 +42,7 @@ SHORT = (LORA, "optimizer.lr=2e-2", "task.reward=prefix", "warm_start.steps=10",
 Made = Callable[..., Parts]
 
 
-def scored(parts: Parts, moved: bool = True) -> Experience:
+def scored(parts: Parts, moved: bool = True) -> Scored:
     """Completions of 16 prompts with made-up rewards, scored; ``moved``: the adapters are not 0."""
     draw = torch.Generator().manual_seed(1)
     if moved:
@@ -94,7 +94,7 @@ def test_the_gap_is_that_of_a_run_without_adapters(made: Made, precision: str) -
         for name, weight in plain.model.named_parameters():
             weight.copy_(parts.learner.weights[name])
     score, mask = plain.learner.score(experience)[0], experience.mask_BR
-    assert torch.equal(experience.old_logp, score)
+    assert torch.equal(experience.old_logp_BR, score)
     gap = (score - experience.rollout_logp_BR)[mask].abs()
     assert float(gap.max()) < (2e-3 if precision != "bf16" else 2e-2)
 

@@ -15,7 +15,7 @@ from experiences import dry_update, gradients, hugging_face, of_samples
 from mantissa.base.errors import MantissaError
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect.batch import Batch, pack, unpack
-from mantissa.rl.experience import Experience
+from mantissa.rl.experience import Scored
 from mantissa.runs.directory import RunDirectory
 from small_run import configure
 
@@ -24,7 +24,7 @@ FP32 = ("precision=fp32", "warm_start=null", "optimizer.updates_per_batch=1")
 CENTRED = "algorithm={loss: {kind: reinforce, centering: 4}, advantage: dr_grpo, correction: token_tis}"
 
 
-def drawn(parts: Parts, top_p: float = 1.0, seed: int = 3) -> Experience:
+def drawn(parts: Parts, top_p: float = 1.0, seed: int = 3) -> Scored:
     """Completions whose sampler was off: its log-probs, of the tokens and of the most probable ones, are moved."""
     train = parts.task.split("train", 5)
     params = replace(parts.sampler.params(6, 1.0, top_p=top_p), most_probable=4)

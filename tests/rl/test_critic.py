@@ -16,7 +16,7 @@ from experiences import dry_update, hugging_face, naive_sequences, of_samples
 from mantissa.base.errors import MantissaError
 from mantissa.rl import resume
 from mantissa.rl.assemble import Parts
-from mantissa.rl.experience import Experience
+from mantissa.rl.experience import Scored
 from mantissa.rl.objective import weigh
 from mantissa.runs.directory import RunDirectory
 from small_run import configure, contents, stopped
@@ -26,7 +26,7 @@ GAE = "algorithm={advantage: gae, loss: ppo_clip, critic: {lr: 1.0e-3, lam: 0.9}
 FP32 = ("precision=fp32", "warm_start=null", "optimizer.updates_per_batch=1", GAE)
 
 
-def drawn(parts: Parts) -> Experience:
+def drawn(parts: Parts) -> Scored:
     """Scored and weighed completions, under a value model whose output is not 0."""
     critic = parts.learner.critic
     assert critic is not None

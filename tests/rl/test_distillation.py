@@ -20,7 +20,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.model import Decoder, save_model
 from mantissa.rl import resume
 from mantissa.rl.assemble import Parts
-from mantissa.rl.experience import Experience
+from mantissa.rl.experience import Scored
 from mantissa.rl.objective import weigh
 from mantissa.runs.directory import RunDirectory
 from small_run import configure, contents, stopped
@@ -43,7 +43,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def drawn(parts: Parts) -> Experience:
+def drawn(parts: Parts) -> Scored:
     result = parts.sampler.sample(parts.task.split("train", 5), 4, parts.sampler.params(6, 1.0), 0, 0, "test")
     experience = of_samples(result, [0.0] * len(result))
     experience = experience.with_learner(*parts.learner.score(experience))
@@ -88,7 +88,7 @@ def test_on_average_it_is_the_gradient_of_the_divergence() -> None:
     torch.testing.assert_close(torch.autograd.grad(surrogate, logits)[0], expected)
 
 
-def kl_oracle(student: Any, other: Any, experience: Experience, support: int) -> torch.Tensor:
+def kl_oracle(student: Any, other: Any, experience: Scored, support: int) -> torch.Tensor:
     """Of transformers' two models in float64, a mean over tokens; the teacher's other tokens as one."""
     total = torch.zeros((), dtype=torch.float64)
     pairs = zip(naive_sequences(student, experience), naive_sequences(other, experience), strict=True)

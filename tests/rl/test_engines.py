@@ -29,7 +29,7 @@ from mantissa.rl.collect.source import SyncSource
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.engines import on_vllm
 from mantissa.rl.exact.twin import EngineShare, exact_policy
-from mantissa.rl.experience import Experience
+from mantissa.rl.experience import Scored
 from mantissa.rl.session import resume
 from mantissa.rollout import Completion, NativeEngine, Request, SamplingParams, VllmEngine, VllmStart
 from mantissa.rollout.vllm.worker import digest
@@ -139,7 +139,7 @@ def share_of(parts: Parts) -> EngineShare:
     return EngineShare(parts.sampler.engine, parts.twin, parts.learner.temperature, 40)
 
 
-def sampled_natively(parts: Parts, temperature: float) -> Experience:
+def sampled_natively(parts: Parts, temperature: float) -> Scored:
     """What the native engine with the twin's exact kernels samples from the same masters, scored by the learner."""
     kernels = share_of(parts).twin.kernels
     assert isinstance(kernels, Planned)

@@ -20,7 +20,7 @@ from mantissa.precision import BF16, FP16, FP32
 from mantissa.precision.numerics import token_logprob
 from mantissa.rl import score as module
 from mantissa.rl.assemble import Parts
-from mantissa.rl.experience import Experience, Sequences
+from mantissa.rl.experience import Scored, Sequences
 from mantissa.rl.learner import Learner, Update
 from mantissa.rl.score import Packed, forward, score
 
@@ -267,12 +267,12 @@ def learner(made: Callable[..., Parts]) -> Build:
     return lambda *overrides: made(*base, *overrides).learner
 
 
-def scored(learner: Learner, alive: int = 10, seed: int = 5) -> Experience:
+def scored(learner: Learner, alive: int = 10, seed: int = 5) -> Scored:
     batch = made_up(alive, seed)
     return batch.with_learner(*learner.score(batch))
 
 
-def update_of(learner: Learner, batch: Experience) -> tuple[Update, dict[str, Tensor], int]:
+def update_of(learner: Learner, batch: Scored) -> tuple[Update, dict[str, Tensor], int]:
     """What learning gave, the weights after it, and how many forwards it did."""
     calls: list[Any] = []
     real = learner.forward
@@ -330,8 +330,8 @@ def test_a_graph_of_other_weights_or_another_batch_is_not_used_and_is_let_go(lea
     first, second = scored(mine, seed=5), scored(mine, seed=6)
     assert mine._kept is not None
     assert mine._kept.logp_BR.requires_grad
-    assert torch.equal(mine._kept.logp_BR.detach(), second.old_logp)
-    assert not second.old_logp.requires_grad
+    assert torch.equal(mine._kept.logp_BR.detach(), second.old_logp_BR)
+    assert not second.old_logp_BR.requires_grad
     assert second.entropy_BR is not None
     assert not second.entropy_BR.requires_grad
     assert update_of(mine, first)[2] == 1  # the graph is of ``second``

@@ -21,7 +21,7 @@ from mantissa.algorithms import values
 from mantissa.base.ranks import ALONE
 from mantissa.model.partition import kept_units
 from mantissa.rl.assemble import Parts, assemble, new_learner
-from mantissa.rl.experience import Experience
+from mantissa.rl.experience import Scored
 from mantissa.rl.flow import PREFIX
 from mantissa.rl.learner import Learner
 from mantissa.rl.objective import weigh
@@ -75,7 +75,7 @@ def close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: flo
         assert error < tolerance, f"{what} {name}: relative error {error:.2e}"
 
 
-def grouped(experience: Experience, one: bool = False) -> dict[int, list[float]]:
+def grouped(experience: Scored, one: bool = False) -> dict[int, list[float]]:
     """The rewards of each group; ``one``: of the batch as a group."""
     groups: dict[int, list[float]] = {}
     for group, reward in zip(experience.group_B.tolist(), experience.reward_B.tolist(), strict=True):
@@ -140,7 +140,7 @@ def naive_term(loss: str, logp: Tensor, anchor: Tensor, j: int, a: float) -> Ten
     return max(value, torch.tensor(10.0 * a, dtype=torch.float64)) if loss == "dapo" and a < 0 else value
 
 
-def naive_loss(model: Any, experience: Experience, loss: str, aggregation: str, kind: str, corrected: str) -> Tensor:
+def naive_loss(model: Any, experience: Scored, loss: str, aggregation: str, kind: str, corrected: str) -> Tensor:
     """The loss of a whole batch, written out token by token. theta is old, so but for bypass the ratio's value is 1."""
     logps = [logp for _, logp, _ in naive_sequences(model, experience)]
     groups = grouped(experience, one=kind == "reinforce_pp")
@@ -181,7 +181,8 @@ def test_the_gradient_is_that_of_a_hand_written_loss_whatever_the_split(
     learner = learner_of(parts, *(f"algorithm.{option}" for option in options))
     experience = sampled(parts)
     expected = of_model(model, naive_loss(model, experience, loss, aggregation, kind, corrected))
-    advantage_B, _, valid_BR = weigh(experience, learner.algorithm).weighed
+    weighed = weigh(experience, learner.algorithm)
+    advantage_B, valid_BR = weighed.advantage_B, weighed.valid_BR
     alive = advantage_B != 0
     assert alive.tolist()[-4:] == [kind == "reinforce_pp"] * 4
     for tokens in SPLITS:
@@ -209,7 +210,7 @@ def naive_head(weights: dict[str, Tensor], state_E: Tensor, key: Tensor, dropout
 def naive_flowrl(
     model: Any,
     head: dict[str, Tensor],
-    experience: Experience,
+    experience: Scored,
     keys: Tensor,
     dropout: float,
     corrected: str,
@@ -260,7 +261,7 @@ def test_gradients_of_policy_and_head_are_those_of_a_hand_written_loss_whatever_
         found, update = dry_update(learner, experience)
         close(found, expected, 3e-5, tokens)
         assert update.trained_tokens == int(experience.mask_BR.sum())  # also without an advantage
-    assert bool((weigh(experience, learner.algorithm).weighed[0][-4:] == 0).all())
+    assert bool((weigh(experience, learner.algorithm).advantage_B[-4:] == 0).all())
 
 
 # The distance from the reference: in the loss, in the reward, and measured
@@ -277,10 +278,10 @@ SLOPE: dict[str, Callable[[float], float]] = {  # by logp, of which log r is min
 }
 
 
-def log_r(experience: Experience) -> list[list[float]]:
+def log_r(experience: Scored) -> list[list[float]]:
     """logp_ref - logp of each completion's tokens."""
     assert experience.ref_logp_BR is not None
-    rows = (experience.ref_logp_BR.double() - experience.old_logp.double()).tolist()
+    rows = (experience.ref_logp_BR.double() - experience.old_logp_BR.double()).tolist()
     return [row[: int(count)] for row, count in zip(rows, experience.mask_BR.sum(1), strict=True)]
 
 
@@ -314,7 +315,7 @@ def test_in_the_reward_it_comes_before_the_advantages(parts: Parts, kind: str, e
     taken = [0.2 * sum(map(ESTIMATE[kind], row)) for row in log_r(experience)]
     shaped = [float(r) - t for r, t in zip(experience.reward_B, taken, strict=True)]
     _, update = dry_update(learner, experience)
-    advantage_B, *_ = weigh(experience, learner.algorithm).weighed
+    advantage_B = weigh(experience, learner.algorithm).advantage_B
     expected = [a for start in range(0, 20, 4) for a in ADVANTAGES[estimator](shaped[start : start + 4])]
     assert advantage_B.tolist() == pytest.approx(expected, abs=2e-6)
     tallies = {name: float(value) for name, value in values(update.tallies).items()}
@@ -412,8 +413,8 @@ def test_the_entropy_bonus_has_the_entropys_own_gradient_whatever_the_split(part
 def test_a_masked_sequence_has_no_gradient_and_stays_in_the_denominator(parts: Parts) -> None:
     learner = learner_of(parts, "algorithm.correction={mask_negative_above: 0.05}")
     experience = sampled(parts)
-    advantage_B, *_ = weigh(experience, learner.algorithm).weighed
-    gaps = (experience.rollout_logp_BR - experience.old_logp).sum(1) / experience.mask_BR.sum(1)
+    advantage_B = weigh(experience, learner.algorithm).advantage_B
+    gaps = (experience.rollout_logp_BR - experience.old_logp_BR).sum(1) / experience.mask_BR.sum(1)
     masked = (advantage_B < 0) & (gaps > 0.05)
     assert 0 < int(masked.sum()) < int((advantage_B < 0).sum())
     found, update = dry_update(learner, experience)
@@ -433,7 +434,7 @@ def test_tokens_are_chosen_of_a_whole_step_whatever_the_split(parts: Parts, loss
     rollout = experience.rollout_logp_BR  # half a nat from old: a ratio, so that what is held has a gradient
     experience = dataclasses.replace(experience, old_logp_BR=rollout)
     weighed = learner._with_choice(weigh(experience, learner.algorithm), 1)
-    chosen, *_, valid = weighed.chosen_BR, weighed.weighed[2]
+    chosen, valid = weighed.chosen_BR, weighed.valid_BR
     assert chosen is not None
     for rows in learner._parts(weighed, 1):
         assert 0 < int(chosen[rows].sum()) <= max(0.3 * int(valid[rows].sum()), 1)

@@ -21,7 +21,7 @@ from mantissa.base.seeds import generator
 from mantissa.mismatch.metrics import gap_metrics
 from mantissa.model import load_model
 from mantissa.rl.assemble import Parts
-from mantissa.rl.experience import Experience
+from mantissa.rl.experience import Experience, Scored, Weighed
 from mantissa.rl.flow import PREFIX, Flow
 from mantissa.rl.learner import Learner
 from mantissa.rl.objective import weigh
@@ -41,7 +41,7 @@ def learn(made: Build) -> Build:
     return lambda *overrides: made("optimizer.updates_per_batch=1", *overrides)
 
 
-def learner_advantages(experience: Experience) -> Tensor:
+def learner_advantages(experience: Scored) -> Tensor:
     """dr_grpo over groups of four."""
     reward = experience.reward_B.view(-1, 4)
     return (reward - reward.mean(1, keepdim=True)).flatten()
@@ -61,7 +61,7 @@ def test_a_batch_of_which_rejection_leaves_nothing_moves_nothing(learn: Build) -
     assert all(torch.equal(before[name], weight) for name, weight in learner.weights.items())
 
 
-def with_empty(experience: Experience, rows: list[int], samples: int = 4) -> Experience:
+def with_empty(experience: Scored, rows: list[int], samples: int = 4) -> Scored:
     """The same completions, and none of a token in these rows."""
     mask_BR = experience.mask_BR.clone()
     mask_BR[rows] = False
@@ -97,13 +97,13 @@ def test_empty_responses_add_nothing_and_change_no_other_gradient(learn: Build, 
     learner = parts.learner
     batch = with_empty(sampled(parts, reference=parts.reference is not None), EMPTY[empty])
 
-    def scored(experience: Experience) -> Experience:
-        experience = experience.with_learner(*learner.score(experience))
+    def scored(experience: Experience) -> Scored:
+        scored = experience.with_learner(*learner.score(experience))
         if parts.reference is not None:
-            experience = dataclasses.replace(experience, ref_logp_BR=parts.reference.score(experience))
+            scored = dataclasses.replace(scored, ref_logp_BR=parts.reference.score(experience))
         if learner.critic is not None:
-            experience = dataclasses.replace(experience, value_BR=learner.critic.score(experience))
-        return experience
+            scored = dataclasses.replace(scored, value_BR=learner.critic.score(experience))
+        return scored
 
     whole = weigh(scored(batch), learner.algorithm)
     rest = torch.tensor([row for row in range(len(batch)) if row not in EMPTY[empty]])
@@ -124,7 +124,7 @@ def test_empty_responses_add_nothing_and_change_no_other_gradient(learn: Build, 
         torch.testing.assert_close(found[parameter], gradient, rtol=1e-4, atol=1e-6, msg=parameter)
 
 
-def dry_run(learner: Learner, weighed: Experience) -> dict[str, Tensor]:
+def dry_run(learner: Learner, weighed: Weighed) -> dict[str, Tensor]:
     """The gradients that the policy's optimiser step is handed of a weighed batch; no step is taken."""
     found: dict[str, Tensor] = {}
 
@@ -162,7 +162,7 @@ def test_a_batch_of_empty_responses_alone_moves_nothing_and_has_numbers(learn: B
         assert all(torch.equal(before[n], weight) for n, weight in learner.weights.items())
         assert all(bool(torch.isfinite(tally.value())) for tally in update.tallies.values())
         assert all(math.isfinite(value) for value in update.beside.values())
-        numbers = gap_metrics(weighed.rollout_logp_BR, weighed.old_logp, weighed.mask_BR)
+        numbers = gap_metrics(weighed.rollout_logp_BR, weighed.old_logp_BR, weighed.mask_BR)
         assert all(bool(value.isfinite()) for value in numbers.values())
         assert Flushed(learner).observe(1, weighed) == {}
 
@@ -230,7 +230,6 @@ def test_several_updates_split_the_batch_and_each_has_its_own_denominator(learn:
 
         def backward(scale: float, rows: Tensor = part) -> None:
             sub = experience.select(rows)
-            assert experience.old_logp_BR is not None
             old = experience.old_logp_BR[rows][:, : sub.mask_BR.shape[1]][sub.mask_BR]
             logp = twin.logp(sub, twin.kernels)
             repeated = advantage_B[rows].repeat_interleave(sub.mask_BR.sum(1))
@@ -274,7 +273,7 @@ def test_what_is_reported_is_of_the_weights_before_the_update(learn: Build) -> N
     experience = sampled(parts, reference=True)
     update = learned(parts.learner, experience)
     assert experience.ref_logp_BR is not None
-    apart = (experience.old_logp.double() - experience.ref_logp_BR.double())[experience.mask_BR]
+    apart = (experience.old_logp_BR.double() - experience.ref_logp_BR.double())[experience.mask_BR]
     assert float(values(update.tallies)["reference/kl"]) == pytest.approx(float(apart.mean()), rel=1e-9)
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from experiences import made_up
 from mantissa.algorithms import AlgorithmConfig, values
-from mantissa.rl.experience import Experience
+from mantissa.rl.experience import Scored
 from mantissa.rl.objective import micro_loss, weigh
 
 
-def scored(seed: int = 3) -> tuple[Experience, Tensor]:
+def scored(seed: int = 3) -> tuple[Scored, Tensor]:
     """A batch with four policies' log-probs, each some tenths of a nat from the next; and the current policy's."""
     draw, batch = torch.Generator().manual_seed(seed), made_up()
 
@@ -23,8 +23,8 @@ def scored(seed: int = 3) -> tuple[Experience, Tensor]:
         return torch.where(batch.mask_BR, logp_BR + by * torch.randn(logp_BR.shape, generator=draw), 0.0)
 
     old_BR = near(batch.rollout_logp_BR, 0.4)
-    known = {"old_logp_BR": old_BR, "entropy_BR": torch.zeros_like(old_BR), "ref_logp_BR": near(old_BR, 0.5)}
-    return dataclasses.replace(batch, **known), near(old_BR, 0.3).requires_grad_()
+    scored = batch.with_learner(old_BR, torch.zeros_like(old_BR))
+    return dataclasses.replace(scored, ref_logp_BR=near(old_BR, 0.5)), near(old_BR, 0.3).requires_grad_()
 
 
 def algorithm_of(**fields: object) -> AlgorithmConfig:
@@ -32,7 +32,7 @@ def algorithm_of(**fields: object) -> AlgorithmConfig:
     return AlgorithmConfig.model_validate(given)
 
 
-def added(algorithm: AlgorithmConfig, batch: Experience, logp_BR: Tensor) -> tuple[float, Tensor]:
+def added(algorithm: AlgorithmConfig, batch: Scored, logp_BR: Tensor) -> tuple[float, Tensor]:
     """What the KL penalty adds to the loss, and to its gradient: the difference of two losses, with it and without."""
     weighed, scale_BR = weigh(batch, algorithm), torch.full_like(logp_BR, 0.125).detach()
     both = []
@@ -52,7 +52,7 @@ def test_the_penaltys_ratio_is_to_the_policy_that_the_losss_is_to(bypass: bool) 
     batch, logp_BR = scored()
     algorithm = algorithm_of(kl={"coefficient": 0.5, "estimator": "k3", "ratio": True}, correction={"bypass": bypass})
     penalty, slope_BR = added(algorithm, batch, logp_BR)
-    below_BR = batch.rollout_logp_BR if bypass else batch.old_logp
+    below_BR = batch.rollout_logp_BR if bypass else batch.old_logp_BR
     assert batch.ref_logp_BR is not None
     expected, slopes_BR = 0.0, torch.zeros_like(logp_BR)
     for row, column in batch.mask_BR.nonzero().tolist():
@@ -70,7 +70,7 @@ def test_a_sequence_whose_weight_is_masked_is_still_held_to_the_reference() -> N
     correction = {"mode": "truncate", "level": "token", "truncate_at": 1.1, "mask_negative_above": 0.05}
     algorithm = algorithm_of(kl={"coefficient": 0.5, "estimator": "k3"}, correction=correction)
     weighed, scale_BR = weigh(batch, algorithm), torch.full_like(logp_BR, 0.125).detach()
-    advantage_B = weighed.weighed[0]
+    advantage_B = weighed.advantage_B
     gaps_B = (batch.rollout_logp_BR - logp_BR.detach()).sum(1) / batch.mask_BR.sum(1)
     masked_B = (advantage_B < 0) & (gaps_B > 0.05)
     assert 0 < int(masked_B.sum()) < int((advantage_B < 0).sum())
@@ -82,7 +82,8 @@ def test_a_sequence_whose_weight_is_masked_is_still_held_to_the_reference() -> N
     expected, slopes_BR = 0.0, torch.zeros_like(logp_BR)
     for row, column in batch.mask_BR.nonzero().tolist():
         each = (
-            float(x.detach()[row, column]) for x in (logp_BR, batch.old_logp, batch.rollout_logp_BR, batch.ref_logp_BR)
+            float(x.detach()[row, column])
+            for x in (logp_BR, batch.old_logp_BR, batch.rollout_logp_BR, batch.ref_logp_BR)
         )
         logp, old, rollout, ref = each
         weight = 0.5 * 0.125 * min(math.exp(old - rollout), 1.1)

@@ -21,9 +21,9 @@ from mantissa.doctor.sides import Scores, Side
 from mantissa.doctor.substitution import declared, hypotheses, substitute
 from mantissa.launch import LaunchOptions
 from mantissa.launch.export import export
+from mantissa.rl import experience as batches
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect.batch import Batch, pack, unpack
-from mantissa.rl.experience import Experience
 from mantissa.rl.probes import KeptMass
 from mantissa.rollout import NativeEngine, Request
 from mantissa.runs.directory import RunDirectory
@@ -34,7 +34,7 @@ NUCLEUS = "rollout.top_p=0.8"
 FP32 = ("precision=fp32", "warm_start=null", NUCLEUS)
 
 
-def drawn(parts: Parts, problems: int = 5, samples: int = 4) -> Experience:
+def drawn(parts: Parts, problems: int = 5, samples: int = 4) -> batches.Scored:
     """Scored completions with made-up rewards."""
     train = parts.task.split("train", problems)
     params = parts.sampler.params(6, 1.0, top_p=0.8)
@@ -43,7 +43,7 @@ def drawn(parts: Parts, problems: int = 5, samples: int = 4) -> Experience:
     return experience.with_learner(*parts.learner.score(experience))
 
 
-def naive(model: Any, experience: Experience) -> tuple[Tensor, list[Tensor]]:
+def naive(model: Any, experience: batches.Scored) -> tuple[Tensor, list[Tensor]]:
     """In float64, a sequence at a time by transformers: log-probs over sets of tokens, and those over everything."""
     whole, truncated = [], []
     for row in range(len(experience)):
@@ -66,7 +66,7 @@ def test_log_probs_mass_and_gradient_are_those_of_float64(made: Callable[..., Pa
     oracle = hugging_face(parts, tmp_path / "hf")
     truncated, whole = naive(oracle, experience)
     mask = experience.mask_BR
-    np.testing.assert_allclose(experience.old_logp[mask].double(), truncated.detach(), atol=2e-6)
+    np.testing.assert_allclose(experience.old_logp_BR[mask].double(), truncated.detach(), atol=2e-6)
     np.testing.assert_allclose(experience.rollout_logp_BR[mask].double(), truncated.detach(), atol=2e-6)
 
     probe = KeptMass(parts.learner)
@@ -99,7 +99,7 @@ def test_logits_in_parts_have_their_own_supports(made: Callable[..., Parts], mon
     experience = drawn(parts)
     monkeypatch.setattr("mantissa.rl.score._LOGITS_AT_ONCE", 100)
     logp_BR, entropy_BR = parts.learner.score(experience)
-    np.testing.assert_allclose(logp_BR, experience.old_logp, atol=1e-6)
+    np.testing.assert_allclose(logp_BR, experience.old_logp_BR, atol=1e-6)
     assert experience.entropy_BR is not None
     np.testing.assert_allclose(entropy_BR, experience.entropy_BR, atol=1e-6)
 
@@ -127,7 +127,7 @@ def test_a_reference_of_the_same_weights_is_at_no_distance(made: Callable[..., P
     parts = made(*FP32, "algorithm={reference: {}, correction: none}")
     experience = drawn(parts)
     assert parts.reference is not None
-    assert torch.equal(parts.reference.score(experience), experience.old_logp)
+    assert torch.equal(parts.reference.score(experience), experience.old_logp_BR)
 
 
 def test_a_resumed_run_learns_the_same_from_what_was_sampled_ahead(made: Callable[..., Parts]) -> None:
@@ -146,7 +146,7 @@ def test_a_resumed_run_learns_the_same_from_what_was_sampled_ahead(made: Callabl
         unpack(tensors, plain, train, parts.sampler, vocabulary)
 
 
-def dump_of(experience: Experience, learner_BR: Tensor, path: Path) -> Dump:
+def dump_of(experience: batches.Scored, learner_BR: Tensor, path: Path) -> Dump:
     """What a trainer would save: the engine's processed log-probs, and those of a learner."""
     sequences = []
     for row in range(len(experience)):
@@ -185,7 +185,7 @@ def test_the_doctor_measures_the_bias_that_ignoring_the_supports_would_cause(
     whole, cut = scores.all([Side("fp32"), Side("fp32", top_p=0.8)])
     assert abs(float((whole - cut).mean()) - bias) < 1e-6
 
-    healthy = dump_of(experience, experience.old_logp, tmp_path)
+    healthy = dump_of(experience, experience.old_logp_BR, tmp_path)
     assert abs(examine(healthy).figures["d_mean"]) < 1e-6
 
 
@@ -238,7 +238,7 @@ def test_a_response_that_an_abort_left_empty_takes_no_support_from_the_others(ma
     assert experience.most_probable is not None
     probe = KeptMass(parts.learner)
     scored = experience.with_learner(*parts.learner.score(experience, probe.look(experience)))
-    np.testing.assert_allclose(scored.old_logp, experience.rollout_logp_BR, atol=2e-6)
+    np.testing.assert_allclose(scored.old_logp_BR, experience.rollout_logp_BR, atol=2e-6)
     mass = probe.observe(1, scored)
 
     rest = experience.select(torch.tensor([row for row, (_, completion) in enumerate(flat) if completion.tokens]))

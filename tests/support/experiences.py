@@ -13,7 +13,7 @@ from torch import Tensor
 from mantissa.model import save_model
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect.sampler import Sample
-from mantissa.rl.experience import Experience
+from mantissa.rl.experience import Experience, Scored
 from mantissa.rl.learner import Learner, Update
 from mantissa.rl.objective import weigh
 from mantissa.rollout import Completion
@@ -52,7 +52,7 @@ def of_samples(samples: Sequence[Sample], rewards: Sequence[float]) -> Experienc
 
 def sampled(
     parts: Parts, problems: int = 5, samples: int = 4, gap: float = 0.5, equal: bool = True, reference: bool = False
-) -> Experience:
+) -> Scored:
     """Completions of the learner's policy with rewards of 0 and 1, scored; the rollout is ``gap`` nats off.
 
     ``equal``: the last group's rewards are. ``reference``: scored by it too, and that is half a nat off as well.
@@ -76,12 +76,12 @@ def sampled(
     return replace(scored, ref_logp_BR=off(parts.reference.score(scored), 0.5))
 
 
-def learned(learner: Learner, experience: Experience, step: int = 1) -> Update:
+def learned(learner: Learner, experience: Scored, step: int = 1) -> Update:
     """Weigh a scored batch and learn from it."""
     return learner.learn(weigh(experience, learner.algorithm), step)
 
 
-def dry_update(learner: Learner, experience: Experience, scale: float = 1.0) -> tuple[dict[str, torch.Tensor], Update]:
+def dry_update(learner: Learner, experience: Scored, scale: float = 1.0) -> tuple[dict[str, torch.Tensor], Update]:
     """The gradients that the optimiser step is handed, which here takes no step; and what the learner says of it."""
     found: dict[str, torch.Tensor] = {}
 
@@ -98,7 +98,7 @@ def dry_update(learner: Learner, experience: Experience, scale: float = 1.0) -> 
     return found, update
 
 
-def gradients(learner: Learner, experience: Experience, scale: float = 1.0) -> dict[str, torch.Tensor]:
+def gradients(learner: Learner, experience: Scored, scale: float = 1.0) -> dict[str, torch.Tensor]:
     """The first of ``dry_update``."""
     return dry_update(learner, experience, scale)[0]
 
@@ -112,7 +112,7 @@ def hugging_face(parts: Parts, folder: Path) -> Any:
 
 
 def naive_sequences(
-    model: Any, experience: Experience, temperature: float = 1.0
+    model: Any, experience: Scored, temperature: float = 1.0
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Of one unpadded sequence after the other: final states, log-probs of the response's tokens, entropies there."""
     for row in range(len(experience)):

@@ -179,7 +179,7 @@ def _native(folder: Path, settings: Seen, data: Any) -> tuple[Seen, dict[str, An
     from mantissa.model import load_model
     from mantissa.precision import FP32
     from mantissa.rl.config.sections import OptimizerConfig
-    from mantissa.rl.experience import Experience, Sequences
+    from mantissa.rl.experience import Sequences, Weighed
     from mantissa.rl.learner import Learner
     from mantissa.training import LossScaler
 
@@ -196,7 +196,7 @@ def _native(folder: Path, settings: Seen, data: Any) -> tuple[Seen, dict[str, An
         return torch.nested.to_padded_tensor(data[name], 0.0)
 
     rows = len(whole)
-    experience = Experience(
+    experience = Weighed(
         **{name: getattr(whole, name) for name in ("tokens_BT", "prompt_length_B", "length_B", "mask_BR")},
         rollout_logp_BR=padded("old_log_probs"),
         reward_B=torch.zeros(rows),
@@ -205,6 +205,7 @@ def _native(folder: Path, settings: Seen, data: Any) -> tuple[Seen, dict[str, An
         old_logp_BR=padded("old_log_probs"),
         ref_logp_BR=padded("ref_log_prob"),
         advantage_B=padded("advantages")[:, 0],
+        advantage_BR=padded("advantages"),
         weight_BR=padded("rollout_is_weights"),
         valid_BR=whole.mask_BR,
     )

@@ -24,7 +24,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import Ranks
 from mantissa.kernels import Kernels
 from mantissa.model import Decoder, policy_weights
-from mantissa.rl.experience import Experience, Sequences
+from mantissa.rl.experience import Sequences, Weighed
 from mantissa.rl.placing import place
 from mantissa.rl.score import Forward, Packed, scatter, score
 from mantissa.training import LossScaler, OptimizerStep, StepOutcome, load_weights
@@ -99,7 +99,7 @@ class Critic:
                 exchanges=self.ranks.sharded,
             )[0]
 
-    def learn(self, experience: Experience, parts: list[Tensor]) -> dict[str, float]:
+    def learn(self, experience: Weighed, parts: list[Tensor]) -> dict[str, float]:
         """One optimiser step on each of ``parts`` (rows) of a weighed batch; returns metrics."""
         outcomes: list[StepOutcome] = []
         tallies: list[dict[str, Accumulator]] = []
@@ -117,13 +117,10 @@ class Critic:
             row["critic/grad_norm"] = sum(outcome.grad_norm for outcome in applied) / len(applied)
         return row
 
-    def _step(self, experience: Experience, rows: Tensor) -> tuple[StepOutcome, list[dict[str, Accumulator]]]:
+    def _step(self, experience: Weighed, rows: Tensor) -> tuple[StepOutcome, list[dict[str, Accumulator]]]:
         tallies: list[dict[str, Accumulator]] = []
-        assert experience.value_BR is not None, "score the values first"
-        assert experience.target_BR is not None, "weigh the experience first"
-        scale_BR = torch.zeros_like(experience.value_BR)
-        scale_BR[rows] = aggregation_scale(experience.mask_BR[rows], self.aggregation, self.length)
-        known = replace(experience, scale_BR=scale_BR)
+        whole_BR = torch.zeros(experience.mask_BR.shape, device=rows.device)
+        whole_BR[rows] = aggregation_scale(experience.mask_BR[rows], self.aggregation, self.length)
 
         def backward(scale: float) -> Tensor:
             tallies.clear()  # a repeated backward counts once
@@ -132,12 +129,13 @@ class Critic:
                 counts = len(micro) > 0
                 if not counts and not self.ranks.sharded:
                     continue  # who has no rows waits at the sum
-                batch = known.select(micro if counts else rows[:1])
-                assert batch.value_BR is not None
+                micro = micro if counts else rows[:1]
+                batch = experience.select(micro)
+                assert batch.value_BR is not None, "score the values first"
                 assert batch.target_BR is not None
-                assert batch.scale_BR is not None
                 value_BR = scatter(self.model(batch, self.kernels), batch.mask_BR)
-                scale_BR = batch.scale_BR if counts else torch.zeros_like(batch.scale_BR)
+                scale_BR = whole_BR[micro, : batch.mask_BR.shape[1]]
+                scale_BR = scale_BR if counts else torch.zeros_like(scale_BR)
                 given = (batch.value_BR, batch.target_BR, batch.mask_BR, scale_BR, self.config.clip)
                 loss, found = value_loss(value_BR, *given)
                 if counts:

@@ -1,7 +1,8 @@
 """A batch of completions as tensors, from the sampler's answer to the step's metrics: flat, a row a completion.
 
-Which rows belong to one prompt is said by their group's number, and nothing is ever regrouped. Each stage of a step
-fills in fields: collecting makes it, scoring adds log-probs, weighing adds advantages and the weights of tokens.
+Which rows belong to one prompt is said by their group's number, and nothing is ever regrouped. A step's batch is an
+``Experience`` where it was sampled, ``Scored`` with the log-probs, ``Weighed`` with advantages and the weights of
+tokens: each has what the one before it has. A field that may be None is one that a recipe or an engine does without.
 
 Legend: B completions, T prompt and response tokens right-padded, R response tokens right-padded.
 """
@@ -11,18 +12,20 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from mantissa.algorithms import Accumulator
 from mantissa.base.ranks import ALONE, Ranks
+from mantissa.precision.numerics import masked_mean
 from mantissa.rollout.most_probable import MostProbable
 from mantissa.rollout.support import Support
 from mantissa.rollout.types import Completion, most_probable, supports, told
 
 Tallies = Mapping[str, Accumulator]
+S = TypeVar("S", bound="Sequences")
 
 
 @dataclass(frozen=True)
@@ -123,20 +126,12 @@ class Sequences:
 
 @dataclass(frozen=True, kw_only=True)
 class Experience(Sequences):
-    """Sequences with what is known of each completion; floats are fp32.
+    """Sequences with what the sampler tells of each completion; floats are fp32.
 
-    Of the sampler: ``rollout_logp_BR``, from the engine; ``reward_B``; ``terms_BK`` and ``term_weights_BK``, its K
-    summands and their weights, None where it is one number; ``group_B`` (int64), its prompt's number in the
-    batch; ``version_B`` (int64), the weights that sampled it; ``key_B`` (int64), of the uniforms that drew it, None
-    where another engine did; ``most_probable``, the sampler's most probable tokens, of a loss that needs them.
-
-    Of scoring: ``old_logp_BR`` and ``entropy_BR``, the learner's before the update (with exact kernels a step that is
-    not checked has the rollout's log-probs there, and no entropy); ``ref_logp_BR``, the reference's, None without one;
-    ``value_BR``, the value model's, None without one (and of its update ``scale_BR``, each token's weight in the loss).
-
-    Of weighing: ``advantage_B``, and ``advantage_BR`` where each token has its own (then ``advantage_B`` is their
-    mean); ``weight_BR`` and ``valid_BR`` (bool), the correction's; ``tallies``, what it counted. ``chosen_BR`` (bool):
-    the tokens that a loss which selects some has chosen of each optimiser step.
+    ``rollout_logp_BR``, from the engine; ``reward_B``; ``terms_BK`` and ``term_weights_BK``, its K summands and their
+    weights, None where it is one number; ``group_B`` (int64), its prompt's number in the batch; ``version_B`` (int64),
+    the weights that sampled it; ``key_B`` (int64), of the uniforms that drew it, None where another engine did;
+    ``most_probable``, the sampler's most probable tokens, of a loss that needs them.
     """
 
     rollout_logp_BR: Tensor
@@ -147,18 +142,6 @@ class Experience(Sequences):
     terms_BK: Tensor | None = None
     term_weights_BK: Tensor | None = None
     key_B: Tensor | None = None
-    old_logp_BR: Tensor | None = None
-    entropy_BR: Tensor | None = None
-    ref_logp_BR: Tensor | None = None
-    value_BR: Tensor | None = None
-    target_BR: Tensor | None = None
-    scale_BR: Tensor | None = None
-    advantage_B: Tensor | None = None
-    advantage_BR: Tensor | None = None
-    weight_BR: Tensor | None = None
-    valid_BR: Tensor | None = None
-    chosen_BR: Tensor | None = None
-    tallies: Tallies = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -176,13 +159,15 @@ class Experience(Sequences):
             row[: len(completion.tokens)] = completion.logp_T
         keys = [completion.key for completion in completions if completion.key is not None]
         width = sequences.tokens_BT.shape[1]
-        known: dict[str, Any] = {each.name: getattr(sequences, each.name) for each in fields(sequences)}
+        known: dict[str, Any] = {}
         for name, routes in zip(("experts_BTLK", "expert_weights_BTLK"), routes_of(prompts, completions), strict=True):
             known[name] = None if routes is None else _padded(routes, width, device)
         known["support"] = None if (found := supports(completions)) is None else tuple(found)
         tops = most_probable(completions)
         summands = torch.tensor([list(each) for each in terms], dtype=torch.float32, device=device)
-        return Experience(
+        return _grown(
+            Experience,
+            sequences,
             **known,
             most_probable=None if tops is None else tuple(tops),
             rollout_logp_BR=logp_BR.to(device),
@@ -194,23 +179,65 @@ class Experience(Sequences):
             key_B=torch.tensor(keys, device=device) if len(keys) == len(completions) else None,
         )
 
-    def with_learner(self, logp_BR: Tensor, entropy_BR: Tensor | None) -> Experience:
-        return replace(self, old_logp_BR=logp_BR, entropy_BR=entropy_BR)
+    def with_learner(self, logp_BR: Tensor, entropy_BR: Tensor | None = None) -> Scored:
+        """Scored by the learner."""
+        return _grown(Scored, self, old_logp_BR=logp_BR, entropy_BR=entropy_BR)
 
-    @property
-    def old_logp(self) -> Tensor:
-        """``old_logp_BR`` of a batch that has been scored."""
-        assert self.old_logp_BR is not None, "score the experience first"
-        return self.old_logp_BR
 
-    @property
-    def weighed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``advantage_B`` (or ``_BR``), ``weight_BR`` and ``valid_BR`` of a batch that has been weighed."""
-        assert self.advantage_B is not None, "weigh the experience first"
-        assert self.weight_BR is not None
-        assert self.valid_BR is not None
-        advantage = self.advantage_B if self.advantage_BR is None else self.advantage_BR
-        return advantage, self.weight_BR, self.valid_BR
+@dataclass(frozen=True, kw_only=True)
+class Scored(Experience):
+    """With log-probs: ``old_logp_BR`` and ``entropy_BR``, the learner's before the update (with exact kernels a step
+    that is not checked has the rollout's log-probs there, and no entropy); ``ref_logp_BR``, the reference's, None
+    without one; ``value_BR``, the value model's, None without one."""
+
+    old_logp_BR: Tensor
+    entropy_BR: Tensor | None = None
+    ref_logp_BR: Tensor | None = None
+    value_BR: Tensor | None = None
+
+    def with_weights(
+        self,
+        advantage: Tensor,
+        weight_BR: Tensor,
+        valid_BR: Tensor,
+        tallies: Tallies | None = None,
+        target_BR: Tensor | None = None,
+    ) -> Weighed:
+        """Weighed by advantages, of completions (B) or of their tokens (B,R), and the correction's weights."""
+        each = advantage if advantage.dim() == 2 else advantage.unsqueeze(-1)
+        return _grown(
+            Weighed,
+            self,
+            advantage_B=masked_mean(advantage, self.mask_BR, -1) if advantage.dim() == 2 else advantage,
+            advantage_BR=torch.where(self.mask_BR, each, 0.0),
+            weight_BR=weight_BR,
+            valid_BR=valid_BR,
+            target_BR=target_BR,
+            tallies=tallies or {},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighed(Scored):
+    """What is learned from: ``advantage_BR``, 0 at padding, and ``advantage_B``, a completion's (where each token has
+    its own, their mean); ``weight_BR`` and ``valid_BR`` (bool), the correction's; ``tallies``, what weighing counted.
+
+    ``target_BR``: of a value model, what it learns. ``chosen_BR`` (bool): the tokens that a loss which selects some has
+    chosen of each optimiser step.
+    """
+
+    advantage_B: Tensor
+    advantage_BR: Tensor
+    weight_BR: Tensor
+    valid_BR: Tensor
+    target_BR: Tensor | None = None
+    chosen_BR: Tensor | None = None
+    tallies: Tallies = field(default_factory=dict)
+
+
+def _grown(stage: type[S], batch: Sequences, **more: Any) -> S:
+    """``batch`` as a later stage; or as this one anew."""
+    return stage(**{each.name: getattr(batch, each.name) for each in fields(stage) if hasattr(batch, each.name)} | more)
 
 
 def routes_of(

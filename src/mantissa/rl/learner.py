@@ -43,7 +43,7 @@ from mantissa.model import Decoder, Replay, policy_weights, trained_parameters
 from mantissa.precision import FP32
 from mantissa.rl.config.sections import OptimizerConfig
 from mantissa.rl.critic import Critic
-from mantissa.rl.experience import Experience, Sequences
+from mantissa.rl.experience import Sequences, Weighed
 from mantissa.rl.flow import Flow
 from mantissa.rl.objective import micro_loss
 from mantissa.rl.score import Forward, OfLogits, OnTokenLogits, ReferencePolicy, forward, scatter, score
@@ -77,7 +77,7 @@ class Update:
 
 # A step, its batch, and the log-probs (B,R) that its first optimiser step's own forward gave: the batch's old ones
 # where it computed none. Before the weights change, on every rank.
-Verify = Callable[[int, Experience, Tensor], None]
+Verify = Callable[[int, Weighed, Tensor], None]
 
 
 class Learner:
@@ -258,19 +258,18 @@ class Learner:
         self.router_flips = flips / compared if compared else None
         return scored
 
-    def learn(self, experience: Experience, step: int) -> Update:
+    def learn(self, experience: Weighed, step: int) -> Update:
         """Learn from one weighed batch. ``step`` keys the split into parts."""
-        *_, valid_BR = experience.weighed
         beside = {} if self.critic is None else self.critic.learn(experience, self._parts(experience, step))
         if self.critic is not None and step <= self.critic.config.warmup:
             return Update((), experience.tallies, 0, beside)
-        self._seen_BR = None if self.verify is None else experience.old_logp.clone()
+        self._seen_BR = None if self.verify is None else experience.old_logp_BR.clone()
         outcomes: list[StepOutcome] = []
         losses, trained = [], 0
         experience = self._with_choice(experience, step)
         for rows in self._parts(experience, step):
             batches = self._micro_batches(experience, rows, self.ranks)
-            trained += sum(int(valid_BR[micro.rows].sum()) for micro in batches if micro.counts)
+            trained += sum(int(experience.valid_BR[micro.rows].sum()) for micro in batches if micro.counts)
             if batches:  # else there is no gradient, and momentum alone must not move the policy
                 outcome, tally = self._step(experience, batches, step)
                 self._seen_BR = None  # later steps' forwards are of other weights
@@ -284,33 +283,31 @@ class Learner:
         tallies = {**experience.tallies, **merge(losses), **before}
         return Update(tuple(outcomes), tallies, int(self.ranks.sum_of(trained)), beside)
 
-    def _with_choice(self, experience: Experience, step: int) -> Experience:
+    def _with_choice(self, experience: Weighed, step: int) -> Weighed:
         """With the tokens that the loss treats otherwise, chosen of each whole optimiser step; ranks agree."""
         if not self.algorithm.loss.selects:
             return experience
-        advantage_B, _, valid_BR = experience.weighed
-        chosen_BR = torch.zeros_like(valid_BR)
+        chosen_BR = torch.zeros_like(experience.valid_BR)
         for number, rows in enumerate(self._parts(experience, step)):
             draw = generator(self.seed, "chosen tokens", step, number)
-            each = experience.old_logp[rows], advantage_B[rows], valid_BR[rows]
-            chosen_BR[rows] = self.algorithm.loss.select(*each, draw)
+            old_BR, valid_BR = experience.old_logp_BR[rows], experience.valid_BR[rows]
+            chosen_BR[rows] = self.algorithm.loss.select(old_BR, experience.advantage_BR[rows], valid_BR, draw)
         return replace(experience, chosen_BR=chosen_BR)
 
-    def _parts(self, experience: Experience, step: int) -> list[Tensor]:
+    def _parts(self, experience: Weighed, step: int) -> list[Tensor]:
         """The rows of each optimiser step on a batch."""
         order = torch.randperm(len(experience), generator=generator(self.seed, "update", step))
         device = experience.tokens_BT.device
         return [part.to(device) for part in order.tensor_split(self.config.updates_per_batch)]
 
-    def _micro_batches(self, experience: Experience, rows: Tensor, ranks: Ranks) -> list[_MicroBatch]:
+    def _micro_batches(self, experience: Weighed, rows: Tensor, ranks: Ranks) -> list[_MicroBatch]:
         """This rank's micro-batches of one optimiser step: rows that carry a gradient, with their weights in the step.
 
         Where there is such a row at all, every rank has as many micro-batches, if need be of weight 0.
         """
-        advantage_B, _, valid_BR = experience.weighed
+        valid_BR = experience.valid_BR
         scale_BR = aggregation_scale(valid_BR[rows], self.algorithm.aggregation, self.aggregation_length)
-        moved = advantage_B[rows] != 0
-        pulled_B = (moved.any(1) if moved.dim() == 2 else moved) | self.algorithm.every_completion
+        pulled_B = (experience.advantage_BR[rows] != 0).any(1) | self.algorithm.every_completion
         alive = (pulled_B & valid_BR[rows].any(1)).nonzero().squeeze(1)
         if len(alive) == 0:
             return []
@@ -323,7 +320,7 @@ class Learner:
         ]
 
     def _step(
-        self, experience: Experience, batches: list[_MicroBatch], step: int
+        self, experience: Weighed, batches: list[_MicroBatch], step: int
     ) -> tuple[StepOutcome, dict[str, Accumulator]]:
         """One optimiser step over its micro-batches."""
         tallies: list[dict[str, Accumulator]] = []
@@ -353,7 +350,7 @@ class Learner:
             merged = {name: replace(tally, parts=tally.parts.cpu()) for name, tally in merged.items()}
         return outcome, merged
 
-    def _usable(self, kept: _Kept, experience: Experience, batches: list[_MicroBatch]) -> bool:
+    def _usable(self, kept: _Kept, experience: Weighed, batches: list[_MicroBatch]) -> bool:
         """Whether the scoring's graph is of this batch and these weights, and cheaper than a forward of its own.
 
         It holds all rows, so its backward (two thirds of the work) is of all rows: cheaper than forward and backward of
@@ -363,7 +360,7 @@ class Learner:
         return same and len(batches) == 1 and 3 * len(batches[0].rows) > 2 * len(kept.logp_BR)
 
     def _loss(
-        self, experience: Experience, micro: _MicroBatch, kernels: Kernels, step: int, kept: _Kept | None = None
+        self, experience: Weighed, micro: _MicroBatch, kernels: Kernels, step: int, kept: _Kept | None = None
     ) -> tuple[Tensor, dict[str, Accumulator]]:
         """Loss of a micro-batch; ``kept``: the scoring's graph, where it can serve."""
         rows, batch = micro.rows, experience.select(micro.rows)
@@ -390,17 +387,17 @@ class Learner:
         scale_BR = micro.scale_BR[:, :responses]
         loss, tallies = micro_loss(logp_BR, batch, scale_BR, log_z_B, self.algorithm, entropy_BR, *more)
         if also_NM is not None and centres:
-            sizes_BR, (*_, valid_BR) = scatter(also_NM[:, 1].detach(), batch.mask_BR), batch.weighed
-            tallies = {**tallies, "policy/centering": Accumulator.of("mean", sizes_BR, valid_BR)}
+            sizes_BR = scatter(also_NM[:, 1].detach(), batch.mask_BR)
+            tallies = {**tallies, "policy/centering": Accumulator.of("mean", sizes_BR, batch.valid_BR)}
         return loss, tallies
 
-    def _also(self, batch: Experience) -> OfLogits | None:
+    def _also(self, batch: Weighed) -> OfLogits | None:
         """What the loss needs of the logits themselves; None where it needs log-probs alone."""
         if self.algorithm.loss.of_teacher:
             return self._divergence(batch)
         return self._drift(batch) if self.algorithm.loss.most_probable else None
 
-    def _divergence(self, batch: Experience) -> OfLogits:
+    def _divergence(self, batch: Weighed) -> OfLogits:
         """Of a loss that is of a teacher's distributions: the policy's divergence from them; n,1."""
         assert self.teacher is not None, "give the learner its teacher first"
         logits_of = self.teacher.logits(batch)
@@ -411,7 +408,7 @@ class Learner:
 
         return divergence
 
-    def _drift(self, batch: Experience) -> OfLogits:
+    def _drift(self, batch: Weighed) -> OfLogits:
         """Of a loss that centres the score: each token's drift, and the size of its coefficients; n,2."""
         assert batch.most_probable is not None, "sample with the most probable tokens first"
         top, temperature = MostProbable.join(batch.most_probable), self.temperature
@@ -425,7 +422,7 @@ class Learner:
 
         return drift
 
-    def flushed(self, experience: Experience, step: int) -> float | None:
+    def flushed(self, experience: Weighed, step: int) -> float | None:
         """Fraction of gradients that the format flushes to zero, on up to 8 completions of a weighed batch's first
         optimiser step, against fp32 kernels; None where there is no gradient, or the format is fp32.
 

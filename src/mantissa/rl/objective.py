@@ -12,8 +12,6 @@ Legend: B completions of a batch or micro-batch, R response tokens right-padded.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -31,47 +29,42 @@ from mantissa.algorithms import (
     off_policy_mask,
     reference_drift,
 )
-from mantissa.precision.numerics import masked_mean, masked_sum
-from mantissa.rl.experience import Experience
+from mantissa.precision.numerics import masked_sum
+from mantissa.rl.experience import Scored, Weighed
 
 
-def weigh(experience: Experience, algorithm: AlgorithmConfig) -> Experience:
+def weigh(experience: Scored, algorithm: AlgorithmConfig) -> Weighed:
     """A scored batch with its advantages, each token's correction weight, and which tokens count; with what it counted.
 
     Advantages are after the KL penalty where it is taken off the reward; ``reward/...`` is before it.
     """
-    old, ref, mask = experience.old_logp, experience.ref_logp_BR, experience.mask_BR
-    advantage_BR, kind = None, algorithm.advantage
-    target_BR = None
+    old, ref, mask = experience.old_logp_BR, experience.ref_logp_BR, experience.mask_BR
+    kind, target_BR = algorithm.advantage, None
     if kind == "distillation":
-        advantage_BR, tallies = distillation(old, ref, mask, experience.reward_B)
-        advantage_B = masked_mean(advantage_BR, mask, -1)
+        advantages, tallies = distillation(old, ref, mask, experience.reward_B)
     elif kind == "gae":
         assert algorithm.critic is not None
         assert experience.value_BR is not None, "score the values first"
         how = algorithm.critic.gamma, algorithm.critic.lam
-        advantage_BR, target_BR, tallies = gae(experience.reward_B, experience.value_BR, mask, *how)
-        advantage_B, tallies = masked_mean(advantage_BR, mask, -1), {**tallies, **of_rewards(experience.reward_B)}
+        advantages, target_BR, tallies = gae(experience.reward_B, experience.value_BR, mask, *how)
+        tallies = {**tallies, **of_rewards(experience.reward_B)}
     else:
         terms = experience.terms_BK, experience.term_weights_BK
-        advantage_B, tallies = advantage(experience.reward_B, experience.group_B, kind, *terms)
-    if kind != "distillation" and kind != "gae" and algorithm.kl is not None and algorithm.kl.where == "reward":
-        shaped_B, penalty = kl_reward(experience.reward_B, old, ref, mask, algorithm.kl)
-        advantage_B, shaped = advantage(shaped_B, experience.group_B, kind)
-        rewards = {name: tally for name, tally in tallies.items() if name.startswith("reward/")}
-        tallies = {**shaped, **rewards, **penalty}
+        advantages, tallies = advantage(experience.reward_B, experience.group_B, kind, *terms)
+        if algorithm.kl is not None and algorithm.kl.where == "reward":
+            shaped_B, penalty = kl_reward(experience.reward_B, old, ref, mask, algorithm.kl)
+            advantages, shaped = advantage(shaped_B, experience.group_B, kind)
+            tallies = {**shaped, **of_rewards(experience.reward_B), **penalty}
     weight_BR, valid_BR, weights = correction(
         old, experience.rollout_logp_BR, mask, algorithm.correction, whole=algorithm.loss.of_sequences
     )
     drift = {} if ref is None else reference_drift(old, ref, mask)
-    tallies = {**tallies, **weights, **drift}
-    weighed = replace(experience, weight_BR=weight_BR, valid_BR=valid_BR, tallies=tallies)
-    return replace(weighed, advantage_B=advantage_B, advantage_BR=advantage_BR, target_BR=target_BR)
+    return experience.with_weights(advantages, weight_BR, valid_BR, {**tallies, **weights, **drift}, target_BR)
 
 
 def micro_loss(
     logp_BR: Tensor,
-    batch: Experience,
+    batch: Weighed,
     scale_BR: Tensor,
     log_z_B: Tensor | None,
     algorithm: AlgorithmConfig,
@@ -86,10 +79,10 @@ def micro_loss(
     ``centre_BR``: of a loss that centres the score, its drift, with gradient. ``divergence_BR``: of one that is of a
     teacher's distributions, with gradient.
     """
-    loss, old_BR, rollout_BR = algorithm.loss, batch.old_logp, batch.rollout_logp_BR
-    advantage_B, weight_BR, valid_BR = batch.weighed
+    loss, old_BR, rollout_BR = algorithm.loss, batch.old_logp_BR, batch.rollout_logp_BR
+    advantage_BR, weight_BR, valid_BR = batch.advantage_BR, batch.weight_BR, batch.valid_BR
     below_BR = rollout_BR if algorithm.correction.bypass else old_BR  # below the loss's ratio
-    parts = loss.ratio_parts(logp_BR, old_BR, rollout_BR, advantage_B, batch.mask_BR, valid_BR)
+    parts = loss.ratio_parts(logp_BR, old_BR, rollout_BR, advantage_BR, batch.mask_BR, valid_BR)
     weights = dict[str, Accumulator]()
     if loss.weighs_itself:
         # No ratio in this loss: its importance weight is of the current policy, not of the one before the update.
@@ -98,12 +91,12 @@ def micro_loss(
         )
     kept_BR = weight_BR
     if (above := algorithm.correction.mask_negative_above) is not None:
-        kept_B, masked = off_policy_mask(logp_BR, rollout_BR, advantage_B, batch.mask_BR, above)
+        kept_B, masked = off_policy_mask(logp_BR, rollout_BR, batch.advantage_B, batch.mask_BR, above)
         kept_BR, weights = torch.where(kept_B.unsqueeze(-1), weight_BR, 0.0), {**weights, **masked}
     value, tallies = loss.loss(
         logp_BR,
         below_BR,
-        advantage_B,
+        advantage_BR,
         valid_BR,
         kept_BR,
         scale_BR,
@@ -114,8 +107,7 @@ def micro_loss(
     )
     if loss.most_probable:
         assert centre_BR is not None, "forward with the sampler's most probable tokens first"
-        by_token = advantage_B if advantage_B.dim() == 2 else advantage_B.unsqueeze(-1)
-        drift_BR = torch.where(valid_BR, scale_BR * by_token, 0.0).detach() * centre_BR
+        drift_BR = torch.where(valid_BR, scale_BR * advantage_BR, 0.0).detach() * centre_BR
         value = value + masked_sum(drift_BR, valid_BR)
     if algorithm.kl is not None and algorithm.kl.where == "loss":
         penalty, distance = kl_loss(logp_BR, batch.ref_logp_BR, valid_BR, weight_BR, scale_BR, algorithm.kl, below_BR)

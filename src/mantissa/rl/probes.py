@@ -17,7 +17,7 @@ from mantissa.doctor.examine import examine as diagnose
 from mantissa.doctor.routers import routes
 from mantissa.precision.numerics import token_logprob
 from mantissa.rl.config.run import RunConfig
-from mantissa.rl.experience import Experience
+from mantissa.rl.experience import Experience, Weighed
 from mantissa.rl.learner import Learner
 from mantissa.rl.score import OnTokenLogits, ReferencePolicy
 from mantissa.rollout.support import Support
@@ -40,7 +40,7 @@ class Probe:
         """What is shown the logits as a batch is scored, where this observes the scoring; None where it does not."""
         return None
 
-    def observe(self, step: int, experience: Experience) -> Metrics:
+    def observe(self, step: int, experience: Weighed) -> Metrics:
         """Of a weighed batch, before anything is learned from it."""
         return {}
 
@@ -59,7 +59,7 @@ class Lag(Probe):
     def __init__(self, learner: Learner, bound: int) -> None:
         self.learner, self.bound = learner, bound
 
-    def observe(self, step: int, experience: Experience) -> Metrics:
+    def observe(self, step: int, experience: Weighed) -> Metrics:
         version = self.learner.version
         lags = [version - sampled for sampled in experience.version_B.tolist()]
         wrong = next((lag for lag in lags if not 0 <= lag <= self.bound), None)
@@ -83,7 +83,7 @@ class Flushed(Probe):
     def due(self, step: int) -> bool:
         return step % _FLUSH_EVERY == 1
 
-    def observe(self, step: int, experience: Experience) -> Metrics:
+    def observe(self, step: int, experience: Weighed) -> Metrics:
         fraction = self.learner.flushed(experience, step)
         return {} if fraction is None else {"precision/flushed_fraction": fraction}
 
@@ -111,7 +111,7 @@ class Diagnose(Probe):
         """The first step, every ``every``-th after it, and the last."""
         return (step - 1) % self.every == 0 or step == self.steps
 
-    def observe(self, step: int, experience: Experience) -> Metrics:
+    def observe(self, step: int, experience: Weighed) -> Metrics:
         if self.learner.ranks.rank0:
             found = diagnose(Dump("mantissa", self.run.path, self._sequences(experience), self.settings))
             fault = "" if found.fault is None else found.fault.name
@@ -121,9 +121,9 @@ class Diagnose(Probe):
                 self.note(f"warning: step {step}: the doctor says: {found.headline}")
         return {}
 
-    def _sequences(self, experience: Experience) -> list[Scored]:
+    def _sequences(self, experience: Weighed) -> list[Scored]:
         fields = (experience.tokens_BT, experience.prompt_length_B, experience.length_B, experience.rollout_logp_BR,
-                  experience.old_logp, experience.version_B, experience.group_B)  # fmt: skip
+                  experience.old_logp_BR, experience.version_B, experience.group_B)  # fmt: skip
         rows = zip(*(each.detach().cpu().numpy() for each in fields), strict=True)
         return [
             Scored(tokens[:length], int(prompt), rollout[: length - prompt].astype(np.float64),
@@ -139,7 +139,7 @@ class Refresh(Probe):
     def __init__(self, reference: ReferencePolicy, learner: Learner) -> None:
         self.reference, self.learner = reference, learner
 
-    def observe(self, step: int, experience: Experience) -> Metrics:
+    def observe(self, step: int, experience: Weighed) -> Metrics:
         return {"reference/version": self.reference.version}
 
     def learned(self, step: int) -> Metrics:
@@ -169,13 +169,13 @@ class KeptMass(Probe):
 
         return look
 
-    def observe(self, step: int, experience: Experience) -> Metrics:
+    def observe(self, step: int, experience: Weighed) -> Metrics:
         if experience.support is None or not bool(experience.mask_BR.any()):  # a top-k of at least the vocabulary
             return {}
         sizes = Support.join(experience.support).sizes(self.learner.model.config.vocab_size)
         metrics = {"support/tokens": float(sizes.double().mean())}
         if experience.entropy_BR is not None:  # scored
             self.learner.ranks.join_rows(self._whole_BR)
-            mass = (self._whole_BR.double() - experience.old_logp.double())[experience.mask_BR]
+            mass = (self._whole_BR.double() - experience.old_logp_BR.double())[experience.mask_BR]
             metrics |= {"support/log_mass": float(mass.mean()), "support/log_mass_min": float(mass.min())}
         return metrics

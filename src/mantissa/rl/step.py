@@ -25,7 +25,7 @@ from mantissa.base.files import is_full
 from mantissa.mismatch.metrics import gap_metrics
 from mantissa.precision.numerics import masked_mean
 from mantissa.rl.collect.batch import Batch
-from mantissa.rl.experience import Experience
+from mantissa.rl.experience import Experience, Scored, Weighed
 from mantissa.rl.learner import Update
 from mantissa.rl.objective import weigh
 from mantissa.rl.run import MOST_REJECTED, Run, hold_room, left_out, save
@@ -71,25 +71,25 @@ def experience_of(run: Run, batch: Batch) -> Experience:
     return replace(experience, support=None) if run.config.rollout.support == "ignored" else experience
 
 
-def score(run: Run, step: int, experience: Experience) -> Experience:
+def score(run: Run, step: int, experience: Experience) -> Scored:
     """With the log-probs of the learner before its update, and of the reference where there is one."""
     exact = run.exactness
     if exact is not None and not exact.due(step):  # what the rollout delivered is the learner's, to the last bit
-        experience = experience.with_learner(experience.rollout_logp_BR, None)
+        scored = experience.with_learner(experience.rollout_logp_BR)
     else:
         with run.timed("learner_logp"):
             looks = [look for probe in run.probes if (look := probe.look(experience)) is not None]
-            experience = experience.with_learner(*run.learner.score(experience, _all(looks)))
+            scored = experience.with_learner(*run.learner.score(experience, _all(looks)))
     if (critic := run.learner.critic) is not None:
         with run.timed("critic"):
-            experience = replace(experience, value_BR=critic.score(experience))
+            scored = replace(scored, value_BR=critic.score(scored))
     if run.reference is None:
-        return experience
+        return scored
     with run.timed("reference_logp"):
-        return replace(experience, ref_logp_BR=run.reference.score(experience))
+        return replace(scored, ref_logp_BR=run.reference.score(scored))
 
 
-def observe(run: Run, step: int, experience: Experience) -> dict[str, float]:
+def observe(run: Run, step: int, experience: Weighed) -> dict[str, float]:
     """What the probes see of a weighed batch; one may stop the run, or have the step sampled again."""
     observed: dict[str, float] = {}
     for probe in run.probes:
@@ -99,7 +99,7 @@ def observe(run: Run, step: int, experience: Experience) -> dict[str, float]:
     return observed
 
 
-def learn(run: Run, step: int, experience: Experience, learns: bool) -> Update:
+def learn(run: Run, step: int, experience: Weighed, learns: bool) -> Update:
     """The update of the weights, or none where the policy only plays along."""
     with run.timed("update"):
         return run.learner.learn(experience, step) if learns else Update((), experience.tallies, 0)
@@ -109,7 +109,7 @@ def publish(
     run: Run,
     step: int,
     batch: Batch,
-    experience: Experience,
+    experience: Weighed,
     update: Update,
     observed: dict[str, float],
     evaluate: Evaluate,
@@ -186,11 +186,11 @@ def _write(run: Run, step: int, *writes: Callable[[], object]) -> None:
         raise MantissaError(f"{full}; step {step} is kept: --resume goes on after it") from full
 
 
-def _learner_metrics(run: Run, experience: Experience, update: Update) -> dict[str, float]:
+def _learner_metrics(run: Run, experience: Weighed, update: Update) -> dict[str, float]:
     step, mask_BR = run.learner.step, experience.mask_BR
     row = {name: float(value) for name, value in values(update.tallies).items()}
     if experience.entropy_BR is not None:  # scored: what was not measured is not logged
-        gap = gap_metrics(experience.rollout_logp_BR, experience.old_logp, mask_BR)
+        gap = gap_metrics(experience.rollout_logp_BR, experience.old_logp_BR, mask_BR)
         row |= {name: float(value) for name, value in gap.items()}
         if run.learner.router_flips is not None:
             row["gap/router_flips"] = run.learner.router_flips
@@ -262,10 +262,9 @@ def _all(looks: Sequence[OnTokenLogits]) -> OnTokenLogits | None:
     return look if looks else None
 
 
-def _rollout_rows(batch: Batch, experience: Experience) -> list[dict[str, Any]]:
+def _rollout_rows(batch: Batch, experience: Weighed) -> list[dict[str, Any]]:
     """One row a completion, as ``runs.directory.rollout_schema`` declares."""
-    assert experience.advantage_B is not None, "weigh the experience first"
-    learner_logp_BR = None if experience.entropy_BR is None else experience.old_logp.cpu()  # None: not scored
+    learner_logp_BR = None if experience.entropy_BR is None else experience.old_logp_BR.cpu()  # None: not scored
     rows: list[dict[str, Any]] = []
     numbers: dict[int, int] = {}  # completions of each group so far
     for index, (sample, reward) in enumerate(zip(batch.samples, batch.rewards, strict=True)):

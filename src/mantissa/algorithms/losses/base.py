@@ -54,12 +54,11 @@ class PartitionSettings(NamedTuple):
 
 class Masked(NamedTuple):
     """A micro-batch as a loss takes it: floats of one dtype, 0 where masked; only ``logp_BT``, ``log_z_B`` and
-    ``divergence_BT`` carry a gradient. ``advantage_B`` is as it came (BT where each token has its own): of a sequence
-    without a valid token it may be anything."""
+    ``divergence_BT`` carry a gradient. ``advantage_BT`` may be anything where masked."""
 
     logp_BT: Tensor
     old_logp_BT: Tensor
-    advantage_B: Tensor
+    advantage_BT: Tensor
     mask_BT: Tensor
     weight_BT: Tensor
     scale_BT: Tensor
@@ -79,7 +78,7 @@ class Loss(Config):
     source: ClassVar[str]  # paper and section
     implies: ClassVar[Mapping[str, str]] = {}  # the aggregation, the advantage: where a recipe gives none
     of_sequences: ClassVar[bool] = False  # about whole responses: a token that is unknown makes its sequence unknown
-    by_token: ClassVar[bool] = False  # whether advantages may be of each token, (B,T) in the place of (B)
+    by_token: ClassVar[bool] = False  # whether each token may have an advantage of its own
     every_completion: ClassVar[bool] = False  # whether one whose advantage is 0 has a gradient all the same
     weighs_itself: ClassVar[bool] = False  # by the current policy over the rollout's: there is no ratio, and no clip
     selects: ClassVar[bool] = False  # some tokens of each optimiser step are chosen before it: ``select``
@@ -105,7 +104,7 @@ class Loss(Config):
     def prepare(self) -> None:
         """What is done once, before the first step: a ``MantissaError`` from here is the user's to mend."""
 
-    def select(self, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor, draw: torch.Generator) -> Tensor:
+    def select(self, old_logp_BT: Tensor, advantage: Tensor, mask_BT: Tensor, draw: torch.Generator) -> Tensor:
         """Of a loss that ``selects``: which tokens of a whole optimiser step it treats otherwise; bool BT.
 
         ``old_logp_BT``: the policy's before the update. ``draw``: on the CPU, the same on every rank.
@@ -125,7 +124,7 @@ class Loss(Config):
         self,
         logp_BT: Tensor,
         old_logp_BT: Tensor,
-        advantage_B: Tensor,
+        advantage: Tensor,
         mask_BT: Tensor,
         weight_BT: Tensor,
         scale_BT: Tensor,
@@ -138,7 +137,8 @@ class Loss(Config):
         """Loss of a micro-batch, ``sum over the mask of scale * loss_of_token``, and metrics.
 
         ``logp_BT``: the current policy's, with gradient. ``old_logp_BT``: the policy's at the start of the update (pass
-        ``logp_BT.detach()`` for a single on-policy step). ``weight_BT`` and ``mask_BT``: from ``correction`` (its
+        ``logp_BT.detach()`` for a single on-policy step). ``advantage``: of tokens (BT), or one for all of a sequence's
+        (B). ``weight_BT`` and ``mask_BT``: from ``correction`` (its
         ``valid_BT``). ``scale_BT``: this micro-batch's rows of ``aggregation_scale``; with it, losses and gradients add
         up to those of the whole batch, for whole sequences. ``ref_logp_BT``, ``log_z_B``, ``chosen_BT``,
         ``divergence_BT``: of a loss that needs them.
@@ -154,7 +154,7 @@ class Loss(Config):
         log_z = None if log_z_B is None else torch.where(mask_BT.any(-1), log_z_B, 0.0)
         divergence = None if divergence_BT is None else torch.where(mask_BT, divergence_BT, 0.0)
         known = (weight, scale, ref, log_z, chosen_BT, divergence)
-        given = Masked(logp, old, advantage_B.detach(), mask_BT, *known)
+        given = Masked(logp, old, of_each_token(advantage.detach(), mask_BT), mask_BT, *known)
         loss, metrics = self.of_batch(given)
         return loss, metrics | drift(logp.detach(), old, mask_BT) | {"policy/loss": Accumulator.of("sum", loss)}
 
@@ -163,7 +163,7 @@ class Loss(Config):
         """The formula: the loss of a micro-batch, and the metrics that are this loss's own."""
 
     @abstractmethod
-    def clipped(self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor) -> Tensor | None:
+    def clipped(self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Tensor | None:
         """Where the loss's own bound acts on the ratio of ``logp_BT`` to ``old_logp_BT``; bool BT, False where masked.
 
         None: it has no clip. Floats detached, one dtype, 0 where ``mask_BT`` is False.
@@ -174,7 +174,7 @@ class Loss(Config):
         logp_BT: Tensor,
         old_logp_BT: Tensor,
         rollout_logp_BT: Tensor,
-        advantage_B: Tensor,
+        advantage: Tensor,
         mask_BT: Tensor,
         valid_BT: Tensor,
     ) -> dict[str, Accumulator]:
@@ -211,7 +211,8 @@ class Loss(Config):
         if not self.clip_by_token:
             known_BT = known_BT & (known_BT == valid_BT).all(-1, keepdim=True)
         logp, old, rollout = (torch.where(known_BT, x, 0.0) for x in (logp, old, rollout))
-        with_beta, alone = (self.clipped(logp, below, advantage_B.detach(), known_BT) for below in (rollout, old))
+        advantage_BT = of_each_token(advantage.detach(), known_BT)
+        with_beta, alone = (self.clipped(logp, below, advantage_BT, known_BT) for below in (rollout, old))
         if with_beta is not None and alone is not None:
             metrics["policy/phantom_clip_fraction"] = Accumulator.of("mean", with_beta & ~alone, known_BT)
         return metrics
@@ -232,20 +233,20 @@ class TokenLoss(Loss):
         """
 
     def of_batch(self, given: Masked) -> tuple[Tensor, dict[str, Accumulator]]:
-        advantage_BT = _of_each_token(given.advantage_B, given.mask_BT)
+        advantage_BT = torch.where(given.mask_BT, given.advantage_BT, 0.0)
         losses, held = self.of_tokens(given.logp_BT, given.old_logp_BT, advantage_BT, given.weight_BT, given.mask_BT)
         metrics = {} if held is None else {"policy/clip_fraction": Accumulator.of("mean", held, given.mask_BT)}
         return masked_sum(losses * given.scale_BT, given.mask_BT), metrics
 
-    def clipped(self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor) -> Tensor | None:
-        advantage_BT = _of_each_token(advantage_B, mask_BT)
+    def clipped(self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Tensor | None:
+        advantage_BT = torch.where(mask_BT, advantage_BT, 0.0)
         held = self.of_tokens(logp_BT, old_logp_BT, advantage_BT, mask_BT.to(logp_BT.dtype), mask_BT)[1]
         return None if held is None else held & mask_BT
 
 
-def _of_each_token(advantage: Tensor, mask_BT: Tensor) -> Tensor:
-    """Advantages of responses (B) or of tokens (BT) as those of tokens, 0 where masked."""
-    return torch.where(mask_BT, advantage if advantage.dim() == 2 else advantage.unsqueeze(-1), 0.0)
+def of_each_token(advantage: Tensor, mask_BT: Tensor) -> Tensor:
+    """Advantages of responses (B) or of tokens (BT) as those of tokens."""
+    return advantage if advantage.dim() == 2 else advantage.unsqueeze(-1).expand(mask_BT.shape)
 
 
 def bounded_ratio(log_ratio: Tensor) -> Tensor:

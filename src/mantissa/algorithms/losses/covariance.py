@@ -9,16 +9,16 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from mantissa.algorithms.aggregation import Accumulator
-from mantissa.algorithms.losses.base import Loss, Masked, bounded_ratio, clipped_surrogate
+from mantissa.algorithms.losses.base import Loss, Masked, bounded_ratio, clipped_surrogate, of_each_token
 from mantissa.precision.numerics import masked_mean, masked_sum
 
 
-def covariances(old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor) -> Tensor:
+def covariances(old_logp_BT: Tensor, advantage: Tensor, mask_BT: Tensor) -> Tensor:
     """``(A - mean A) * (logp - mean logp)`` of each token, means over the mask; float64 BT, -inf elsewhere.
 
     ``old_logp_BT``: the policy's before the update, of a whole optimiser step.
     """
-    a_BT = torch.where(mask_BT, advantage_B.unsqueeze(-1).double(), 0.0)
+    a_BT = torch.where(mask_BT, of_each_token(advantage, mask_BT).double(), 0.0)
     logp_BT = torch.where(mask_BT, old_logp_BT.double(), 0.0)
     product = (a_BT - masked_mean(a_BT, mask_BT)) * (logp_BT - masked_mean(logp_BT, mask_BT))
     return torch.where(mask_BT, product, -torch.inf)
@@ -58,8 +58,8 @@ class ClipCovConfig(Loss):
             raise ValueError(f"low={self.low} must be below high={self.high}")
         return self
 
-    def select(self, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor, draw: torch.Generator) -> Tensor:
-        covariance = covariances(old_logp_BT, advantage_B, mask_BT)
+    def select(self, old_logp_BT: Tensor, advantage: Tensor, mask_BT: Tensor, draw: torch.Generator) -> Tensor:
+        covariance = covariances(old_logp_BT, advantage, mask_BT)
         eligible = ((covariance > self.low) & (covariance < self.high)).flatten().nonzero().squeeze(1)
         most = max(int(self.share * int(mask_BT.sum())), 1)
         drawn = torch.randperm(len(eligible), generator=draw)[:most].to(eligible.device)
@@ -68,7 +68,7 @@ class ClipCovConfig(Loss):
         return chosen.view(mask_BT.shape)
 
     def of_batch(self, given: Masked) -> tuple[Tensor, dict[str, Accumulator]]:
-        chosen_BT, advantage_BT = _chosen(given), torch.where(given.mask_BT, given.advantage_B.unsqueeze(-1), 0.0)
+        chosen_BT, advantage_BT = _chosen(given), torch.where(given.mask_BT, given.advantage_BT, 0.0)
         ratio = given.logp_BT - given.old_logp_BT
         surrogate, held = clipped_surrogate(ratio, advantage_BT, self.clip_low, self.clip_high)
         kept = (~chosen_BT).to(surrogate.dtype)  # a factor, not a choice: NaN stays
@@ -77,8 +77,8 @@ class ClipCovConfig(Loss):
             "policy/selected_fraction": Accumulator.of("mean", chosen_BT, given.mask_BT),
         }
 
-    def clipped(self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor) -> Tensor:
-        advantage_BT = torch.where(mask_BT, advantage_B.unsqueeze(-1), 0.0)
+    def clipped(self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        advantage_BT = torch.where(mask_BT, advantage_BT, 0.0)
         return clipped_surrogate(logp_BT - old_logp_BT, advantage_BT, self.clip_low, self.clip_high)[1] & mask_BT
 
 
@@ -101,22 +101,22 @@ class KLCovConfig(Loss):
         "coefficient": "actor.policy_loss.ppo_kl_coef",
     }
 
-    def select(self, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor, draw: torch.Generator) -> Tensor:
-        covariance, tokens = covariances(old_logp_BT, advantage_B, mask_BT).flatten(), int(mask_BT.sum())
+    def select(self, old_logp_BT: Tensor, advantage: Tensor, mask_BT: Tensor, draw: torch.Generator) -> Tensor:
+        covariance, tokens = covariances(old_logp_BT, advantage, mask_BT).flatten(), int(mask_BT.sum())
         chosen = torch.zeros(mask_BT.numel(), dtype=torch.bool, device=mask_BT.device)
         order = torch.sort(covariance, descending=True, stable=True).indices  # of equal ones the first, on any device
         chosen[order[: max(int(self.share * tokens), 1)]] = True
         return chosen.view(mask_BT.shape) & mask_BT
 
     def of_batch(self, given: Masked) -> tuple[Tensor, dict[str, Accumulator]]:
-        chosen_BT, advantage_BT = _chosen(given), torch.where(given.mask_BT, given.advantage_B.unsqueeze(-1), 0.0)
+        chosen_BT, advantage_BT = _chosen(given), torch.where(given.mask_BT, given.advantage_BT, 0.0)
         log_ratio = given.logp_BT - given.old_logp_BT
         penalty = self.coefficient * torch.where(chosen_BT, log_ratio, 0.0).abs()
         losses = given.weight_BT * (penalty - bounded_ratio(log_ratio) * advantage_BT)
         selected = Accumulator.of("mean", chosen_BT, given.mask_BT)
         return masked_sum(losses * given.scale_BT, given.mask_BT), {"policy/selected_fraction": selected}
 
-    def clipped(self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor) -> None:
+    def clipped(self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> None:
         return None
 
 

@@ -104,8 +104,8 @@ class FlowRLConfig(Loss):
     def of_batch(self, given: Masked) -> tuple[Tensor, dict[str, Accumulator]]:
         """``sum_i scale_i * w_i * delta_i^2``; see ``Loss.loss``.
 
-        ``advantage_B``: r_hat. ``scale_BT``: with ``seq_mean_token_mean``; a sequence's is their sum. Raises
-        ``MantissaError`` where the reference's log-probs or log Z are missing.
+        ``advantage_BT``: r_hat, that of the sequence. ``scale_BT``: with ``seq_mean_token_mean``; a sequence's is their
+        sum. Raises ``MantissaError`` where the reference's log-probs or log Z are missing.
         """
         if given.ref_logp_BT is None:
             raise MantissaError(
@@ -118,7 +118,7 @@ class FlowRLConfig(Loss):
             )
         logp, ref, log_z, mask_BT = given.logp_BT, given.ref_logp_BT, given.log_z_B, given.mask_BT
         counted_B = mask_BT.any(-1)
-        reward = torch.where(counted_B, given.advantage_B, 0.0)
+        reward = torch.where(counted_B, given.advantage_BT[:, :1].sum(-1), 0.0)
         delta = log_z + masked_mean(logp - ref, mask_BT, -1) - self.beta * reward
         ratio_BT, bounded_BT = self._importance(logp.detach(), given.old_logp_BT, mask_BT)
         w = masked_mean(ratio_BT * given.weight_BT, mask_BT, -1)
@@ -147,5 +147,5 @@ class FlowRLConfig(Loss):
         bounded = ratio.clamp(low, high)
         return bounded.to(logp.dtype).expand_as(logp), (ratio != bounded).expand_as(mask_BT)
 
-    def clipped(self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor) -> Tensor:
+    def clipped(self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Tensor:
         return self._importance(logp_BT, old_logp_BT, mask_BT)[1] & mask_BT

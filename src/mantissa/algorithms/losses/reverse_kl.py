@@ -96,5 +96,5 @@ class ReverseKLConfig(Loss):
         seen = Accumulator.of("mean", given.divergence_BT, given.mask_BT & given.divergence_BT.isfinite())
         return masked_sum(given.scale_BT * given.divergence_BT, given.mask_BT), {"reference/reverse_kl": seen}
 
-    def clipped(self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor) -> None:
+    def clipped(self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> None:
         return None

@@ -32,7 +32,7 @@ from mantissa.kernels import WAYS, ExactPlan, Planned, Way
 from mantissa.rl.collect.sampler import Sampler
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.exact.replay import Case, examine, unequal, write_case
-from mantissa.rl.experience import Experience
+from mantissa.rl.experience import Experience, Scored
 from mantissa.rl.learner import Learner
 from mantissa.rl.probes import Metrics, Probe, SampleAgain
 from mantissa.rl.score import OnTokenLogits, ReferencePolicy
@@ -50,9 +50,9 @@ class Mismatch:
     token: int
 
 
-def bitwise_mismatch(experience: Experience) -> Mismatch | None:
+def bitwise_mismatch(experience: Scored) -> Mismatch | None:
     """The rollout's and the learner's log-probs of every response token, by their bits; None where all are equal."""
-    mask_BR, rollout_BR, learner_BR = experience.mask_BR, experience.rollout_logp_BR, experience.old_logp
+    mask_BR, rollout_BR, learner_BR = experience.mask_BR, experience.rollout_logp_BR, experience.old_logp_BR
     different_BR = unequal(rollout_BR, learner_BR) & mask_BR
     if not bool(different_BR.any()):
         return None
@@ -92,7 +92,7 @@ class Exactness(Probe):
         """Whether ``step`` is checked: the first one, every ``check_every``-th after it, and the last."""
         return (step - 1) % (self.precision.check_every or 1) == 0 or step == self.steps
 
-    def observe(self, step: int, experience: Experience) -> Metrics:
+    def observe(self, step: int, experience: Scored) -> Metrics:
         """Compare a scored batch. At a difference, ``precision.on_mismatch`` decides; it may raise ``SampleAgain``."""
         found = bitwise_mismatch(experience)
         if found is not None:
@@ -142,7 +142,7 @@ class Exactness(Probe):
 
         return look
 
-    def _misdrawn(self, step: int, experience: Experience) -> tuple[int, str]:
+    def _misdrawn(self, step: int, experience: Scored) -> tuple[int, str]:
         """How many tokens were drawn from another law than the learner's, and what to say of the first."""
         self.learner.ranks.join_rows(self._misdrawn_BR)
         count = int(self._misdrawn_BR.sum())
@@ -155,19 +155,19 @@ class Exactness(Probe):
         )
         return count, self._explain(step, experience, what, row)
 
-    def verify(self, step: int, experience: Experience, seen_BR: Tensor) -> None:
+    def verify(self, step: int, experience: Scored, seen_BR: Tensor) -> None:
         """Compare the log-probs of the first update's own forward with the old policy's: the weights are still its own.
 
         In a step that was not checked those are the rollout's.
         """
         ranks = self.learner.ranks
-        different_BR = unequal(seen_BR, experience.old_logp) & experience.mask_BR
+        different_BR = unequal(seen_BR, experience.old_logp_BR) & experience.mask_BR
         self.unlike = int(ranks.sum_of(int(different_BR.sum())))
         if not self.unlike:
             return
         found = [place.tolist() for place in different_BR.nonzero()[:1]]
         row, token = next(places[0] for places in ranks.gather(found) if places)
-        scored = experience.with_learner(self.learner.score(experience)[0], None)
+        scored = experience.with_learner(self.learner.score(experience)[0])
         again = bitwise_mismatch(scored)
         what = (
             f"step {step}: the update's own forward, before any weight changed, gives {self.unlike} log-probs that are "
@@ -190,18 +190,18 @@ class Exactness(Probe):
             raise MantissaError(message + "; precision.on_mismatch=warn goes on in spite of it")
         self.note(f"warning: {message}")
 
-    def _mismatch(self, step: int, experience: Experience, found: Mismatch) -> str:
+    def _mismatch(self, step: int, experience: Scored, found: Mismatch) -> str:
         """What differs, where it begins, and the file that holds it."""
         at = (found.row, found.token)
         position = int(experience.prompt_length_B[found.row]) + found.token
         what = (
             f"step {step}: exact kernels, and yet {found.tokens} of {found.checked} log-probs differ between rollout "
             f"and learner; the first is that of sequence {found.row}, response token {found.token} (position "
-            f"{position}): {float(experience.rollout_logp_BR[at]):.9g} against {float(experience.old_logp[at]):.9g}"
+            f"{position}): {float(experience.rollout_logp_BR[at]):.9g} against {float(experience.old_logp_BR[at]):.9g}"
         )
         return self._explain(step, experience, what, found.row)
 
-    def _explain(self, step: int, experience: Experience, what: str, row: int) -> str:
+    def _explain(self, step: int, experience: Scored, what: str, row: int) -> str:
         """``what``, with what a replay of sequence ``row`` shows, and the file that holds both sides of it.
 
         The rank that sampled it replays it; where no rank holds whole weights, the first one writes the file alone.
@@ -227,7 +227,7 @@ class Exactness(Probe):
             said = f"{what}; replay it with: mantissa replay {path}"
         return ranks.first_of(said) or what
 
-    def _case(self, experience: Experience, row: int) -> Case:
+    def _case(self, experience: Scored, row: int) -> Case:
         """Both sides of one sequence: the call that sampled it, and the micro-batch that scored it.
 
         Where no call of this rank sampled it, its key is None, and in place of the call stand its tokens alone.
@@ -245,5 +245,5 @@ class Exactness(Probe):
                     call, job, found = known, number, key
         count = len(response)
         place = int((rows == row).nonzero()[0, 0])
-        logp = experience.rollout_logp_BR[row, :count].cpu(), experience.old_logp[row, :count].detach().cpu()
+        logp = experience.rollout_logp_BR[row, :count].cpu(), experience.old_logp_BR[row, :count].detach().cpu()
         return Case(call, job, experience.select(rows), place, self.learner.temperature, *logp, found)

@@ -24,7 +24,7 @@ from mantissa.model import Decoder
 from mantissa.precision import PrecisionPolicy
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.exact.plan import exact_plan
-from mantissa.rl.experience import Experience
+from mantissa.rl.experience import Weighed
 from mantissa.rl.probes import Metrics, Probe
 from mantissa.rl.score import Scorer
 from mantissa.rollout import RolloutEngine
@@ -113,13 +113,13 @@ class EngineShare(Probe):
         """Whether ``step`` is measured: the first one, and every ``every``-th after it."""
         return self.twin.kernels is not None and (step - 1) % self.twin.every == 0
 
-    def observe(self, step: int, experience: Experience) -> Metrics:
+    def observe(self, step: int, experience: Weighed) -> Metrics:
         """``ENGINE_METRICS`` of a batch that the engine's present weights sampled and the learner has scored."""
         kernels, version = self.twin.kernels, int(experience.version_B[0])
         if kernels is None or self.engine.copied_version != version:
             held = self.engine.copied_version
             raise RuntimeError(f"no exact kernels, or version {held} was sent last and {version} sampled")
         exact_BR = Scorer(self.engine.copies.decoder, kernels, *self._how)(experience)
-        rollout_BR, learner_BR = experience.rollout_logp_BR, experience.old_logp
+        rollout_BR, learner_BR = experience.rollout_logp_BR, experience.old_logp_BR
         measured = engine_share(rollout_BR, exact_BR, learner_BR, experience.mask_BR)
         return {name: float(value) for name, value in measured.items()}
