@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mantissa.base.splitmix import GOLDEN, mix
+from mantissa.base.seeds import GOLDEN, mix
 from mantissa.precision.numerics import token_logprob
 from mantissa.rollout.sampling import draw, filter_logits, sample, stream_keys, uniforms
 from mantissa.rollout.types import SamplingParams

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError
-from mantissa.base.splitmix import GOLDEN
+from mantissa.base.seeds import GOLDEN
 from mantissa.dropin import PrecisionTrainer
 from mantissa.precision import BF16, DIAL, FP16, FP32, is_on_grid, round_by_arithmetic, round_stochastically
 from mantissa.training import LossScaler, OptimizerStep, adamw, check_masters, learning_rate, master_weights

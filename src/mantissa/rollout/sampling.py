@@ -13,7 +13,7 @@ Where a filter is active the tokens it drops have logits of -inf first, which is
 Ties are decided, not left to a library: the smaller token id counts as the more probable one.
 
 One uniform number for each (seed, sample, position), which depends on nothing else: not on batch mates, the order of
-requests or the device. It is a hash by SplitMix64's finaliser m (``splitmix.py``), applied in a chain:
+requests or the device. It is a hash by SplitMix64's finaliser m (``base/seeds.py``), applied in a chain:
 
     key(seed, sample)   = m(m(seed + g) + (sample + 1) g)
     word(key, position) = m(m(key + (position + 1) g) xor key)
@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mantissa.base.splitmix import GOLDEN, mix, shift_right, signed
+from mantissa.base.seeds import GOLDEN, mix, shift_right, signed
 from mantissa.precision.numerics import token_logprob
 from mantissa.rollout.types import Request, SamplingParams
 

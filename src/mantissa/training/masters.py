@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import is_dtensor
-from mantissa.base.splitmix import GOLDEN, mix, signed
+from mantissa.base.seeds import GOLDEN, mix, signed
 from mantissa.base.tensors import check_tensor
 from mantissa.precision import BF16, NumberFormat, round_stochastically, round_to_format
 from mantissa.training.distributed import local, shard_like
@@ -215,7 +215,7 @@ def _key(seed: int, name: str) -> int:
 def random_bits(key: int, start: int, count: int, device: torch.device) -> Tensor:
     """16 random bits for each of the elements ``start`` to ``start + count`` of a key's stream: int32, 0 to 65535.
 
-    Element i has the (i mod 4)-th quarter of word i // 4, which is mix(mix(key) + (i // 4 + 1) g) of ``splitmix``.
+    Element i has the (i mod 4)-th quarter of word i // 4, which is mix(mix(key) + (i // 4 + 1) g) of ``base/seeds.py``.
     """
     first, end = start // 4, -(-(start + count) // 4)
     word = mix(torch.arange(first + 1, end + 1, device=device) * GOLDEN + mix(torch.tensor(key, device=device)))
