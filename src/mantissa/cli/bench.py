@@ -46,7 +46,7 @@ def bench(
     if context.obj["profile"]:  # the profiler's own messages, which are not for the user
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from mantissa.base.device import choose_device
+    from mantissa.base.ranks import choose_device
     from mantissa.bench.options import BenchConfig
 
     _measure(BenchConfig(device=str(choose_device(device)), **context.obj), threads)

@@ -75,7 +75,7 @@ def measure(options: dict[str, Any], model: str, device: str, as_json: bool) -> 
     keep_freed_memory()
     import torch
 
-    from mantissa.base.device import choose_device
+    from mantissa.base.ranks import choose_device
     from mantissa.bench.gap import run_gap
     from mantissa.bench.options import GapConfig
 

@@ -29,7 +29,7 @@ def sample(
 
     Printed for each: total log-prob under the sampling distribution, why it ended, text.
     """
-    from mantissa.base.device import choose_device
+    from mantissa.base.ranks import choose_device
     from mantissa.base.seeds import derive_seed
     from mantissa.kernels import resolve, rollout_kernels
     from mantissa.model import policy_weights

@@ -38,7 +38,7 @@ def serve(
     from mantissa.rollout import require_vllm
 
     require_vllm()
-    from mantissa.base.device import choose_device
+    from mantissa.base.ranks import choose_device
     from mantissa.kernels import resolve
     from mantissa.rl import load_recipe
     from mantissa.rl.assemble import load_policy

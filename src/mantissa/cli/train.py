@@ -91,7 +91,7 @@ def _run(recipe: Path | None, overrides: list[str], resume: Path | None, world: 
 
 
 def _start_ranks(config: RunConfig, resume: Path | None, given: list[str]) -> None:
-    from mantissa.base.device import choose_device
+    from mantissa.base.ranks import choose_device
     from mantissa.cli.processes import launch
     from mantissa.runs.directory import default_path
 

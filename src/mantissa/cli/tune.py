@@ -84,7 +84,7 @@ def _sampled(
     """Completions of the model in the half, to be scored in every other way; and the device."""
     import torch
 
-    from mantissa.base.device import be_deterministic, choose_device
+    from mantissa.base.ranks import be_deterministic, choose_device
     from mantissa.bench.gap import encode, read_prompts
     from mantissa.bench.options import GapConfig
     from mantissa.doctor.live import sampled

@@ -65,7 +65,7 @@ def train(
 
     mantissa worldmodel train --scenario standard --precision fp16
     """
-    from mantissa.base.device import choose_device
+    from mantissa.base.ranks import choose_device
     from mantissa.genesis.worldmodel import SCENARIOS, WorldModel, synthetic
 
     if bool(buffer) == bool(scenario) or scenario not in ("", *SCENARIOS):

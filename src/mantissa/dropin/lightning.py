@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError
+from mantissa.base.ranks import local, unwrapped
 from mantissa.dropin.window import (
     HeldScheduler,
     Micro,
@@ -47,7 +48,6 @@ from mantissa.dropin.window import (
 )
 from mantissa.kernels import ResolvedRole
 from mantissa.training import LossScaler, ScalerConfig, StepOutcome
-from mantissa.training.distributed import local, unwrapped
 
 require("lightning.pytorch", "lightning")
 

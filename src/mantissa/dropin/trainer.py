@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from mantissa.base.bounds import boundary, count
 from mantissa.base.errors import MantissaError
-from mantissa.base.ranks import Ranks
+from mantissa.base.ranks import Ranks, forget_unsent, shard_like, synchronising, unwrapped, whole
 from mantissa.dropin.checks import (
     check_accumulate,
     check_goes_on,
@@ -53,7 +53,6 @@ from mantissa.guard import GuardConfig
 from mantissa.guard.watch import Watch
 from mantissa.precision import FP32
 from mantissa.training import checkpoint
-from mantissa.training.distributed import forget_unsent, shard_like, synchronising, unwrapped, whole
 from mantissa.training.masters import COMPENSATION, Masters, check_masters
 from mantissa.training.scaler import LossScaler, ScalerConfig
 from mantissa.training.step import OptimizerStep, StepOutcome, adaptive_clip_

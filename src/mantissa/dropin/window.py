@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError, pip_install
-from mantissa.base.ranks import Ranks, is_fsdp
+from mantissa.base.ranks import Ranks, is_ddp, is_fsdp, local, named_parameters, synchronising, unwrapped
 from mantissa.dropin.checks import check_optimizer
 from mantissa.kernels import Autocast, ResolvedRole, autocast_for, probe_autocast, resolve
 from mantissa.precision import FP32, PrecisionPolicy
-from mantissa.training.distributed import is_ddp, local, named_parameters, synchronising, unwrapped
 from mantissa.training.gradients import anomaly, flushed_fraction, gradients_of, where_nonfinite
 from mantissa.training.masters import Masters, master_weights
 from mantissa.training.nonfinite import first_nonfinite

@@ -1,7 +1,7 @@
 """The one optimiser step that everything uses (loss scaling, retry, clipping, masters, moments), and the one
 checkpoint."""
 
-from mantissa.base.ranks import Ranks
+from mantissa.base.ranks import Ranks, distribute
 from mantissa.training.audit import Audit, audit
 from mantissa.training.checkpoint import (
     Checkpoint,
@@ -11,7 +11,6 @@ from mantissa.training.checkpoint import (
     saved_state,
     saved_steps,
 )
-from mantissa.training.distributed import distribute
 from mantissa.training.gradients import flushed_fraction, gradients_of, where_nonfinite
 from mantissa.training.masters import Masters, MasterWeights, check_masters, master_weights
 from mantissa.training.nonfinite import FirstNonfinite, first_nonfinite

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mantissa.base.ranks import ALONE, Ranks
-from mantissa.training.distributed import local
+from mantissa.base.ranks import ALONE, Ranks, local
 
 
 class Seen(Enum):

@@ -35,11 +35,10 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError
-from mantissa.base.ranks import is_dtensor
+from mantissa.base.ranks import is_dtensor, local, shard_like
 from mantissa.base.seeds import GOLDEN, mix, signed
 from mantissa.base.tensors import check_tensor
 from mantissa.precision import BF16, NumberFormat, round_stochastically, round_to_format
-from mantissa.training.distributed import local, shard_like
 
 Masters = Literal["fp32", "bf16_nearest", "bf16_stochastic", "bf16_kahan"]
 COMPENSATION = "compensation"

@@ -30,9 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError, pip_install
-from mantissa.base.ranks import is_dtensor
+from mantissa.base.ranks import is_dtensor, shard_like
 from mantissa.base.tensors import check_tensor
-from mantissa.training.distributed import shard_like
 
 
 def adamw(

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from mantissa.training.distributed import named_parameters
+from mantissa.base.ranks import named_parameters
 
 
 def held(optimizer: Any) -> list[nn.Parameter]:

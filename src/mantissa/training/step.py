@@ -31,9 +31,8 @@ from torch import Tensor, nn
 
 from mantissa.base.bounds import count
 from mantissa.base.errors import MantissaError
-from mantissa.base.ranks import ALONE, Ranks, is_dtensor
+from mantissa.base.ranks import ALONE, Ranks, grad_norm, is_dtensor, local
 from mantissa.precision import NumberFormat
-from mantissa.training.distributed import grad_norm, local
 from mantissa.training.masters import COMPENSATION, MasterWeights
 from mantissa.training.optimizer import flattened, refuses_sparse, restored
 from mantissa.training.owners import held, named

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mantissa.base.device import be_deterministic
 from mantissa.base.errors import MantissaError
 from mantissa.base.hub import find_model
+from mantissa.base.ranks import be_deterministic
 from mantissa.base.seeds import derive_seed
 from mantissa.kernels import probe, resolve, rollout_kernels
 from mantissa.model import Tokenizer, load_tokenizer
