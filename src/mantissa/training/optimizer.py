@@ -1,4 +1,7 @@
-"""The optimiser and its learning rate, as functions of a model and of the number of updates applied.
+"""The optimiser: its learning rate, its moments, and whose a parameter is: its own, by the name in the model.
+
+Parameters may change while a training goes on (layers that are unfrozen and added as a group, an embedding that is
+replaced), so whose they are is asked again at each step, as torch's ``GradScaler`` does.
 
 Adam's moments in 8 bits, block by block, by torchao's AdamW8bit: which tensors, what it needs, how they are stored.
 
@@ -23,14 +26,14 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError, pip_install
-from mantissa.base.ranks import is_dtensor, shard_like
+from mantissa.base.ranks import is_dtensor, named_parameters, shard_like
 from mantissa.base.tensors import check_tensor
 
 
@@ -222,3 +225,45 @@ def _eight_bit(plain: Mapping[str, Tensor], field: str, device: torch.device) ->
     codes, scale, qmap = (plain[f"{field}.{inner}"].to(device, copy=True) for inner in _INNER)
     moment: Tensor = OptimState8bit(codes, scale, qmap, bool((qmap < 0).any()), dtype=torch.float32)
     return moment
+
+
+def held(optimizer: Any) -> list[nn.Parameter]:
+    """The parameters in an optimiser's groups, as they are now."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def named(
+    optimizer: Any, before: Iterable[nn.Parameter], *names: Iterable[tuple[str, nn.Parameter]]
+) -> dict[str, nn.Parameter]:
+    """The optimiser's parameters by name: those of ``before`` in its order, and then the others by their groups.
+
+    A parameter has its name in the first of ``names`` that knows it and gives no other one that name, else its place in
+    the groups.
+    """
+    owned = {id(parameter): parameter for parameter in held(optimizer)}
+    known = {id(parameter): parameter for parameter in before if id(parameter) in owned}
+    called: dict[int, str] = {}
+    for source in names:
+        taken = set(called.values())
+        for name, parameter in source:
+            if id(parameter) in owned and id(parameter) not in called and name not in taken:
+                called[id(parameter)] = name
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            called.setdefault(id(parameter), f"optimizer.param_groups[{g}][{i}]")
+    return {called[key]: parameter for key, parameter in (known | owned).items()}
+
+
+def strays(model: nn.Module, optimizer: Any, others: Iterable[nn.Parameter] = ()) -> tuple[list[str], list[str]]:
+    """Names of the model's parameters that train and are in no group, and of the optimiser's that are neither the
+    model's nor ``others``."""
+    owned, inside = {id(p) for p in held(optimizer)}, named_parameters(model)
+    idle = [name for name, p in inside.items() if p.requires_grad and id(p) not in owned]
+    known = {id(p) for p in (*inside.values(), *others)}
+    foreign = [name for name, p in named(optimizer, (), inside.items()).items() if id(p) not in known]
+    return idle, foreign
+
+
+def listed(names: list[str]) -> str:
+    """A few of many names."""
+    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"

@@ -34,8 +34,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import ALONE, Ranks, grad_norm, is_dtensor, local
 from mantissa.precision import NumberFormat
 from mantissa.training.masters import COMPENSATION, MasterWeights
-from mantissa.training.optimizer import flattened, refuses_sparse, restored
-from mantissa.training.owners import held, named
+from mantissa.training.optimizer import flattened, held, named, refuses_sparse, restored
 from mantissa.training.scaler import LossScaler, as_fp32
 
 
