@@ -17,8 +17,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.kernels import Kernels, Traced
 from mantissa.model import CopiedPolicy, ModelConfig
 from mantissa.precision import NumberFormat
-from mantissa.rollout.cache import KVCache
-from mantissa.rollout.generation import Generation
+from mantissa.rollout.generation import Generation, KVCache
 from mantissa.rollout.sampling import request_keys
 from mantissa.rollout.types import Completion, Request, SamplingParams, check_requests, check_version
 
