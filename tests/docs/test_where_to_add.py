@@ -113,7 +113,7 @@ import math
 
 import torch
 
-from mantissa.rollout.types import Completion
+from mantissa.rollout.sampling import Completion
 
 
 class ToyEngine:

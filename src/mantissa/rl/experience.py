@@ -19,8 +19,8 @@ from torch import Tensor
 from mantissa.algorithms import Accumulator
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.rollout.most_probable import MostProbable
+from mantissa.rollout.sampling import Completion, most_probable, supports, told
 from mantissa.rollout.support import Support
-from mantissa.rollout.types import Completion, most_probable, supports, told
 
 Tallies = Mapping[str, Accumulator]
 

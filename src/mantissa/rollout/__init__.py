@@ -1,7 +1,7 @@
 """Sampling from the policy: the contract, the native continuous-batching engine, its naive reference, and vLLM."""
 
-from mantissa.rollout.engine import Call, NativeEngine
-from mantissa.rollout.types import Completion, FinishReason, Request, RolloutEngine, SamplingParams
+from mantissa.rollout.engine import Call, NativeEngine, RolloutEngine
+from mantissa.rollout.sampling import Completion, FinishReason, Request, SamplingParams
 from mantissa.rollout.vllm.engine import LEAST_TEMPERATURE, VllmEngine, untold_support
 from mantissa.rollout.vllm.server import MOST_TOLD, VllmStart, require_vllm, serve_vllm
 

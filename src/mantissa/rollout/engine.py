@@ -1,14 +1,15 @@
-"""The native rollout engine: our decoder, our kernels, a cache, continuous batching, and weights that are checked.
+"""The contract that every rollout engine keeps, and the native one.
 
-The engine owns a copy of the learner's weights (``model/copies.py``). ``sync`` rounds or quantises each fp32 master
-once, so the rollout multiplies exactly the values that the learner multiplies, whose kernels do the same to the same
-masters.
+The native engine is our decoder, our kernels, a cache, continuous batching, and weights that are checked. It owns a
+copy of the learner's weights (``model/copies.py``). ``sync`` rounds or quantises each fp32 master once, so the rollout
+multiplies exactly the values that the learner multiplies, whose kernels do the same to the same masters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +19,93 @@ from mantissa.kernels import Kernels, Traced
 from mantissa.model import CopiedPolicy, ModelConfig
 from mantissa.precision import NumberFormat
 from mantissa.rollout.generation import Generation, KVCache
-from mantissa.rollout.sampling import request_keys
-from mantissa.rollout.types import Completion, Request, SamplingParams, check_requests, check_version
+from mantissa.rollout.sampling import Completion, Request, SamplingParams, request_keys
+
+
+class RolloutEngine(Protocol):
+    """Anything that can sample: our native engine, or another behind the same contract.
+
+    ``release``: which program samples, and its version; empty for this package's own. ``evidence``: what it was seen to
+    do at its start; empty where the kernels are this package's, which are probed. ``format_name``: what it computes in.
+    """
+
+    release: str
+    evidence: str
+
+    @property
+    def format_name(self) -> str: ...
+
+    @property
+    def version(self) -> int:
+        """The policy version of the weights now loaded; -1 before the first ``sync``."""
+        ...
+
+    def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Load the learner's master weights, rounded once to the rollout's format, and stamp them ``version``.
+
+        Fails closed: the destination is filled with NaN first and checked after; a missing, unknown, misshapen or
+        non-finite tensor is an error that names it, and the engine then refuses to generate.
+        """
+        ...
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams, version: int) -> list[list[Completion]]:
+        """Sample every request; result[i][j] is sample j of request i. ``version`` must be the one loaded."""
+        ...
+
+    def pause(self) -> None:
+        """Nothing is sampled until the next ``sync``: give memory back to the learner, where that was asked for."""
+        ...
+
+    def close(self) -> None:
+        """End the processes of an engine that has some."""
+        ...
+
+
+class CopyingEngine(RolloutEngine, Protocol):
+    """A foreign engine whose weights this package keeps too, so that its share of the gap can be measured.
+
+    ``copies``: the weights as they were sent, in this package's decoder; of the version ``copied_version`` (-1: none).
+    """
+
+    copies: CopiedPolicy
+    copied_version: int
+
+
+def check_version(asked: int, loaded: int) -> None:
+    """Raise ``MantissaError`` unless the weights asked for are loaded. ``loaded``: -1 where none are."""
+    if loaded < 0:
+        raise MantissaError("the rollout engine holds no weights (or its last sync failed): call sync first")
+    if asked != loaded:
+        raise MantissaError(f"policy version {asked} was asked for, {loaded} is loaded: call sync first")
+
+
+def check_requests(
+    requests: Sequence[Request], params: SamplingParams, vocabulary: int, max_length: int, decodes: bool
+) -> None:
+    """Raise ``MantissaError`` at the first request that cannot be sampled as asked.
+
+    ``vocabulary``: how many tokens there are. ``max_length``: prompt and response tokens of one sample together.
+    ``decodes``: whether the engine can turn tokens into text, which stop strings need.
+    """
+    if params.stop and not decodes:
+        raise MantissaError("stop strings need text: give the engine decode_text, or use stop_token_ids")
+    for token in params.stop_token_ids:
+        if not 0 <= token < vocabulary:
+            raise MantissaError(f"stop token {token}: the vocabulary is 0..{vocabulary - 1}")
+    for index, request in enumerate(requests):
+        prompt = request.prompt_tokens
+        if not prompt:
+            raise MantissaError(f"request {index}: the prompt is empty; give at least one token, such as BOS")
+        if request.samples < 1:
+            raise MantissaError(f"request {index}: samples={request.samples}, expected at least 1")
+        if min(prompt) < 0 or max(prompt) >= vocabulary:
+            bad = next(token for token in prompt if not 0 <= token < vocabulary)
+            raise MantissaError(f"request {index}: token {bad} is outside the vocabulary 0..{vocabulary - 1}")
+        if len(prompt) + params.max_tokens > max_length:
+            raise MantissaError(
+                f"request {index}: {len(prompt)} prompt tokens and max_tokens={params.max_tokens} exceed "
+                f"max_length={max_length}; shorten the prompt, lower max_tokens or raise max_length"
+            )
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,17 @@ from mantissa.kernels import Kernels, Pick, Traced
 from mantissa.model import Decoder, ModelConfig, Recorded
 from mantissa.precision import NumberFormat, round_cached
 from mantissa.rollout.most_probable import MostProbable, most_probable
-from mantissa.rollout.sampling import filter_logits, request_keys, sample, uniforms
+from mantissa.rollout.sampling import (
+    Completion,
+    FinishReason,
+    Request,
+    SamplingParams,
+    filter_logits,
+    request_keys,
+    sample,
+    uniforms,
+)
 from mantissa.rollout.support import Support, encode
-from mantissa.rollout.types import Completion, FinishReason, Request, SamplingParams
 
 BUCKET = 16
 

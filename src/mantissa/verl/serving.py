@@ -33,7 +33,7 @@ from mantissa.model import Tokenizer, load_tokenizer
 from mantissa.model.config import ModelConfig, read_config
 from mantissa.precision import PrecisionPolicy
 from mantissa.rollout import NativeEngine
-from mantissa.rollout.types import Completion, Request, SamplingParams
+from mantissa.rollout.sampling import Completion, Request, SamplingParams
 from mantissa.verl.wire import Setup
 
 _LOG = logging.getLogger(__name__)
