@@ -2,20 +2,17 @@
 
 from mantissa.model.config import FreshModelConfig, LoraShape, ModelConfig, RopeScaling
 from mantissa.model.copies import CopiedPolicy
-from mantissa.model.decoder import Decoder
+from mantissa.model.decoder import Decoder, base_parameters, policy_weights, trained_parameters
 from mantissa.model.experts import Recorded, Replay, Replayed, Route
 from mantissa.model.huggingface import empty_decoder, load_model, save_model
 from mantissa.model.lora import (
     LoraConfig,
     attach,
     base_digest,
-    base_parameters,
     is_adapter,
     load_adapter,
-    policy_weights,
     read_shape,
     save_adapter,
-    trained_parameters,
     training_base,
 )
 from mantissa.model.partition import LogPartition
