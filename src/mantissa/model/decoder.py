@@ -83,7 +83,7 @@ class AdaptedProjection(Projection):
 
 @dataclass(frozen=True)
 class Joined:
-    """The weights of several projections of one input, in the layout of their one product (``copies.py`` makes it).
+    """The weights of several projections of one input, in the layout of their one product (``CopiedPolicy`` makes it).
 
     ``widths``: output features of each, in order.
     """
@@ -258,7 +258,7 @@ class Decoder(nn.Module):
         self.config = config
         self.lora: LoraShape | None = None  # set where adapters were attached (``lora.attach``)
         self.padding_row: int | None = None  # a token whose embedding learns nothing, as Hugging Face's padding_idx
-        self.packed_head: Tensor | None = None  # a tied head in its product's layout, beside the embedding (``copies``)
+        self.packed_head: Tensor | None = None  # a tied head in its product's layout, beside the embedding
         self.model = Backbone(config)
         self.lm_head = None if config.tie_word_embeddings else Projection(config.hidden_size, config.vocab_size, False)
         for name, module in self.named_modules():

@@ -50,8 +50,7 @@ from mantissa.base.http import NOT_FOUND, OK, http_answer, server_address
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.base.readers.json import as_json, parse_json
 from mantissa.kernels import Kernels
-from mantissa.model import CopiedPolicy
-from mantissa.rollout.engine import check_requests, check_version
+from mantissa.rollout.engine import CopiedPolicy, check_requests, check_version
 from mantissa.rollout.generation import StopStrings
 from mantissa.rollout.most_probable import MostProbable
 from mantissa.rollout.sampling import Completion, FinishReason, Request, SamplingParams, request_keys
