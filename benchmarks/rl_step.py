@@ -24,7 +24,7 @@ import torch
 from rl_problem import ALPHABET, SHAPE, WORKS, Work, reward
 from workers import serve
 
-from mantissa.cli.machine import keep_freed_memory
+from mantissa.base.environ import keep_freed_memory
 from mantissa.model import Decoder, FreshModelConfig, character_tokenizer, save_model
 from mantissa.rl import RunConfig, make_config
 from mantissa.rl.assemble import Parts, assemble

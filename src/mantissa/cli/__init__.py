@@ -10,8 +10,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mantissa import __version__
+from mantissa.base.environ import spin_briefly
 from mantissa.base.errors import MantissaError, missing, printable
-from mantissa.cli.machine import spin_briefly
 
 # Each command's line in the list of --help, under its group.
 GROUPS = {

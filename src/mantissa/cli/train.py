@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mantissa.base.environ import crowded, keep_freed_memory, unsteady
 from mantissa.base.errors import MantissaError
 from mantissa.cli.common import Overrides, Recipe, echo_warning, there
-from mantissa.cli.machine import crowded, keep_freed_memory, unsteady
 
 if TYPE_CHECKING:
     from mantissa.rl import RunConfig

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from mantissa.base.environ import crowded, keep_freed_memory
 from mantissa.base.errors import MantissaError
 from mantissa.cli.common import Device, Model, echo_warning, progress, screen
-from mantissa.cli.machine import crowded, keep_freed_memory
 
 if TYPE_CHECKING:
     from mantissa.doctor.sides import Scores
