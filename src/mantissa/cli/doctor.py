@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mantissa.base.errors import MantissaError
-from mantissa.cli.common import Device, progress, screen, there
+from mantissa.cli import Device, progress, screen, there
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ import typer
 
 from mantissa.base.environ import crowded, keep_freed_memory
 from mantissa.base.errors import MantissaError
-from mantissa.cli.common import Device, Model, ModelCommand, echo_warning, progress, screen
+from mantissa.cli import Device, Model, ModelCommand, echo_warning, progress, screen
 
 if TYPE_CHECKING:
     from mantissa.bench.gap import GapResult

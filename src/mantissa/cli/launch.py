@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mantissa.base.errors import MantissaError, StoppedError, nearest
-from mantissa.cli.common import Overrides, Recipe
+from mantissa.cli import Overrides, Recipe
 from mantissa.cli.processes import RankError, blame, go_on, stopping
 
 if TYPE_CHECKING:

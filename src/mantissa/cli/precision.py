@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mantissa.cli.common import Device, screen, split
+from mantissa.cli import Device, screen, split
 
 
 def precision(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mantissa.base.errors import MantissaError
-from mantissa.cli.common import Device, there
+from mantissa.cli import Device, there
 
 
 def replay(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mantissa.cli.common import Device, Model
+from mantissa.cli import Device, Model
 
 _TEXT_COLUMN = 20  # where the text of a completion begins; its further lines are indented to there
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mantissa.base.errors import MantissaError
-from mantissa.cli.common import Overrides, recipe_there
+from mantissa.cli import Overrides, recipe_there
 
 
 def serve(

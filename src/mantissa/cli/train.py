@@ -10,7 +10,7 @@ import typer
 
 from mantissa.base.environ import crowded, keep_freed_memory, unsteady
 from mantissa.base.errors import MantissaError
-from mantissa.cli.common import Overrides, Recipe, echo_warning, there
+from mantissa.cli import Overrides, Recipe, echo_warning, there
 
 if TYPE_CHECKING:
     from mantissa.rl import RunConfig

@@ -13,7 +13,7 @@ import typer
 from mantissa.base.bounds import boundary
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.json import parse_json
-from mantissa.cli.common import Device, progress, split
+from mantissa.cli import Device, progress, split
 
 if TYPE_CHECKING:
     from mantissa.genesis.worldmodel import HistoryRow, WorldModel
