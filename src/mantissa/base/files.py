@@ -5,26 +5,47 @@ atomic, so a reader sees one whole version; the first fsync makes sure that the 
 does not have yet, the second that the rename itself outlives a power cut. What a kill can leave behind is a temporary
 beside the file, whose name starts with a dot and ends in ``.tmp``: ``remove_leftovers`` sweeps those.
 
+A folder is one process's to write (``locked``), and refuses other settings than those it was begun with.
+
 Failures of the disk are the user's to mend (space, permissions), so they surface as one-line ``MantissaError``.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
+import socket
 import stat
 import sys
 import uuid
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from errno import EACCES, EDQUOT, EFBIG, EIO, EISDIR, ELOOP, ENAMETOOLONG, ENOENT, ENOSPC, ENOTDIR, ENXIO, EPERM, EROFS
+from errno import (
+    EACCES,
+    EAGAIN,
+    EDQUOT,
+    EFBIG,
+    EIO,
+    EISDIR,
+    ELOOP,
+    ENAMETOOLONG,
+    ENOENT,
+    ENOSPC,
+    ENOTDIR,
+    ENXIO,
+    EPERM,
+    EROFS,
+    EWOULDBLOCK,
+)
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from mantissa.base.bounds import boundary
 from mantissa.base.errors import MantissaError
@@ -282,3 +303,41 @@ def _exchange(left: Path, right: Path) -> bool:
     if renameat2 is None:
         return False
     return renameat2(_AT_FDCWD, os.fsencode(left), _AT_FDCWD, os.fsencode(right), _RENAME_EXCHANGE) == 0
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents; ``MantissaError`` where it is a file."""
+    if folder.exists() and not folder.is_dir():
+        raise MantissaError(f"{folder} is a file: name a folder")
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def locked(path: Path, otherwise: str) -> BinaryIO:
+    """The lock of the folder that ``path`` is in, held until it is closed or its process ends."""
+    lock = open_own(path)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (EAGAIN, EWOULDBLOCK):
+            lock.seek(0)
+            holder = lock.read(200).decode(errors="replace").strip() or "another process"
+            lock.close()
+            raise MantissaError(
+                f"{path.parent} is being written by {holder}; wait for it, stop it, or {otherwise}"
+            ) from None
+        warnings.warn(f"{path}: this file system has no locks ({error.strerror}); run one writer only", stacklevel=4)
+    with disk_errors(path):
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    return lock
+
+
+def refuse_other_settings(folder: Path, what: str, there: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """``MantissaError`` where the settings ``there``, of what was begun in the folder, are not those asked for now."""
+    changed = [name for name in {**asked, **there} if there.get(name) != asked.get(name)]
+    if changed:
+        raise MantissaError(
+            f"{folder} holds a {what} with another {', '.join(changed)}: give the same to go on with it, or name "
+            "another folder"
+        )

@@ -27,8 +27,7 @@ from pydantic import Field
 
 from mantissa.base.config import Section
 from mantissa.base.errors import MantissaError
-from mantissa.base.files import own
-from mantissa.base.folders import make_folder, refuse_other_settings
+from mantissa.base.files import make_folder, own, refuse_other_settings
 from mantissa.dropin.environment import switch
 from mantissa.genesis.evolution.archive import STEEPNESS, Archive, Candidate, best_of, draw_parent, partner_of
 from mantissa.genesis.evolution.edits import normal
