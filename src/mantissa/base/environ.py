@@ -1,4 +1,5 @@
-"""A process before torch is loaded: who launched it, how its threads wait, how it keeps memory.
+"""This process and its machine, before torch is loaded: who launched it, how its threads wait, how it keeps memory, and
+what its processor is, as the system tells.
 
 Imported before everything else, so it imports almost nothing.
 
@@ -25,10 +26,13 @@ mistake that is easily made. Measured again, it costs 4-8% alone, and less gain 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
+import platform
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 LAUNCHER = "MANTISSA_LAUNCHER"  # the process id of ``mantissa train``, for the ranks that it started
 STORE = "MANTISSA_STORE"  # the file through which the ranks find each other
@@ -43,6 +47,9 @@ _SETTINGS = {
 
 _MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 _SPINS = "10000"
+# The instructions that torch, oneDNN and MKL choose by: another set of them sums and rounds otherwise.
+_FLAGS = ("avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16",
+          "amx_bf16", "amx_int8", "amx_fp16", "asimd", "sve", "bf16", "i8mm")  # fmt: skip
 
 
 def end_with_launcher() -> None:
@@ -140,3 +147,28 @@ def crowded(threads: int, processes: int = 1) -> str | None:
         f"warning: {total} threads on {cores} cores that already carry a load of {load:.1f}: each step may take many "
         f"times as long; OMP_NUM_THREADS={fitting} in front of the command helps"
     )
+
+
+@functools.cache
+def _info() -> dict[str, str]:
+    """The first processor's entries of ``/proc/cpuinfo``."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text().partition("\n\n")[0] if info.is_file() else ""
+    pairs = (line.partition(":") for line in text.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def cpu_model() -> str:
+    """The processor's name with family, model and stepping (one name is given to several generations), or its
+    architecture where the system does not tell."""
+    info = _info()
+    name = info.get("model name") or platform.processor() or platform.machine()
+    numbers = [f"{what} {info[key]}" for key, what in
+               (("cpu family", "family"), ("model", "model"), ("stepping", "stepping")) if key in info]  # fmt: skip
+    return f"{name} ({', '.join(numbers)})" if numbers else name
+
+
+def cpu_flags() -> str:
+    """Which of the instructions that numbers and times depend on the processor has, whatever a variable holds back."""
+    there = (_info().get("flags") or _info().get("Features") or "").split()
+    return " ".join(flag for flag in _FLAGS if flag in there)
