@@ -32,8 +32,7 @@ from mantissa.rl.loop import open_source
 from mantissa.rl.run import Run
 from mantissa.rl.step import settle, take_step
 from mantissa.runs.directory import RunDirectory
-from mantissa.runs.live import Live
-from mantissa.runs.trackers import Trackers
+from mantissa.runs.live import Live, Trackers
 from mantissa.tasks import Grader, Problem, Reward, Verifier
 
 PHASES = ("rollout", "reward", "learner_logp", "update", "sync")

@@ -32,8 +32,7 @@ from mantissa.rl.exact.twin import EngineShare
 from mantissa.rl.probes import Diagnose, Flushed, KeptMass, Lag, Probe, Refresh
 from mantissa.rollout.engine import CopyingEngine
 from mantissa.runs.directory import RunDirectory
-from mantissa.runs.live import Live
-from mantissa.runs.trackers import Trackers
+from mantissa.runs.live import Live, Trackers
 from mantissa.tasks import Problem
 from mantissa.training import Checkpoint, load_weights, save_checkpoint
 

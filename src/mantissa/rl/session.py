@@ -32,9 +32,8 @@ from mantissa.rl.loop import go
 from mantissa.rl.run import Run
 from mantissa.runs.directory import Onlooker, RunDirectory, default_path, environment
 from mantissa.runs.health import share_sentence
-from mantissa.runs.live import Live
+from mantissa.runs.live import Live, Trackers, from_names
 from mantissa.runs.report import build_report
-from mantissa.runs.trackers import Trackers, from_names
 from mantissa.training.audit import audit
 from mantissa.training.optimizer import described
 
