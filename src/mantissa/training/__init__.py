@@ -12,9 +12,16 @@ from mantissa.training.checkpoint import (
     saved_steps,
 )
 from mantissa.training.gradients import flushed_fraction, gradients_of, where_nonfinite
-from mantissa.training.masters import Masters, MasterWeights, check_masters, master_weights
 from mantissa.training.nonfinite import FirstNonfinite, first_nonfinite
-from mantissa.training.optimizer import Moments, adamw, learning_rate
+from mantissa.training.optimizer import (
+    Masters,
+    MasterWeights,
+    Moments,
+    adamw,
+    check_masters,
+    learning_rate,
+    master_weights,
+)
 from mantissa.training.scaler import AutoRule, AutoScaler, FixedScaler, LossScaler, ScalerConfig, scaler_for
 from mantissa.training.step import Backward, OptimizerStep, StepOutcome, adaptive_clip_
 
