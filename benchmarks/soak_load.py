@@ -40,6 +40,7 @@ from mantissa.base.config import Section
 from mantissa.base.environ import LAUNCHER
 from mantissa.base.errors import MantissaError, StoppedError, nearest
 from mantissa.base.files import (
+    JsonLines,
     disk_errors,
     locked,
     make_folder,
@@ -49,7 +50,6 @@ from mantissa.base.files import (
     remove,
     write_atomically,
 )
-from mantissa.base.jsonl import JsonLines
 from mantissa.base.readers.json import parse_json, read_json
 from mantissa.genesis.worldmodel import SQLiteBuffer
 from mantissa.tasks.code import CodeVerifier

@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from mantissa import PrecisionTrainer, cli
-from mantissa.base.jsonl import decode, encode
+from mantissa.base.files import decode, encode
 from mantissa.precision import PRESETS
 from mantissa.runs.metrics import METRICS
 from mantissa.tasks import read_problems

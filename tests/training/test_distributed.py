@@ -13,7 +13,7 @@ from torch import nn
 import rank_worker
 from launched import torchrun
 from mantissa.base.errors import MantissaError
-from mantissa.base.jsonl import JsonLines
+from mantissa.base.files import JsonLines
 from mantissa.base.ranks import ALONE, grad_norm
 from mantissa.training import distribute
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError
-from mantissa.base.jsonl import JsonLines
+from mantissa.base.files import JsonLines
 from mantissa.dropin.window import (
     HeldScheduler,
     Micro,
