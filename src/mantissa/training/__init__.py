@@ -11,7 +11,7 @@ from mantissa.training.checkpoint import (
     saved_state,
     saved_steps,
 )
-from mantissa.training.gradients import flushed_fraction, gradients_of, where_nonfinite
+from mantissa.training.gradients import where_nonfinite
 from mantissa.training.nonfinite import FirstNonfinite, first_nonfinite
 from mantissa.training.optimizer import (
     Masters,
@@ -22,7 +22,16 @@ from mantissa.training.optimizer import (
     learning_rate,
     master_weights,
 )
-from mantissa.training.scaler import AutoRule, AutoScaler, FixedScaler, LossScaler, ScalerConfig, scaler_for
+from mantissa.training.scaler import (
+    AutoRule,
+    AutoScaler,
+    FixedScaler,
+    LossScaler,
+    ScalerConfig,
+    flushed_fraction,
+    gradients_of,
+    scaler_for,
+)
 from mantissa.training.step import Backward, OptimizerStep, StepOutcome, adaptive_clip_
 
 __all__ = [
