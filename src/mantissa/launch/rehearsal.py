@@ -5,9 +5,10 @@ The job is verl's own, with every key that the recipe exports. What a processor 
 export, and what was replaced is said: the model and the problems by tiny ones, sizes, steps, machines, and the
 rollout's engine by Mantissa's, which needs no GPU. An override of the command wins over each of them.
 
-It runs with a Ray of its own, of which nothing is left when ``run_local`` returns. Ray listens on every interface, so the job
-gets a network of its own where the kernel gives one (``mantissa.base.loopback``), and asks for a token in any case.
-Every process carries a tag in its environment, by which it is found and ended, however the job or this command ends.
+It runs with a Ray of its own, of which nothing is left when ``run_local`` returns. Ray listens on every interface, so
+the job gets a network of its own where the kernel gives one (``mantissa.base.loopback``), and asks for a token in any
+case. Every process carries a tag in its environment, by which it is found and ended, however the job or this command
+ends.
 """
 
 from __future__ import annotations
