@@ -4,7 +4,7 @@
 
 By default glibc returns large blocks to the system when they are freed, and the system hands them out again page by
 page, zeroed, each at a fault's price; a step frees and takes hundreds of blocks of megabytes. Contender ``kept`` is
-what ``mantissa train`` does (``mantissa.cli.machine``). Rows: results/allocator.jsonl.
+what ``mantissa train`` does (``mantissa.base.environ``). Rows: results/allocator.jsonl.
 """
 
 from __future__ import annotations

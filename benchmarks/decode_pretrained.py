@@ -23,7 +23,7 @@ import torch
 import transformers
 from rows import append
 
-from mantissa.cli.machine import keep_freed_memory
+from mantissa.base.environ import keep_freed_memory
 from mantissa.kernels import probe, resolve, rollout_kernels
 from mantissa.model import Decoder, load_model
 from mantissa.precision import PrecisionPolicy

@@ -24,7 +24,7 @@ import torch
 from rows import append
 from torch import Tensor
 
-from mantissa.base.device import be_deterministic
+from mantissa.base.ranks import be_deterministic
 from mantissa.bench.gap import encode, read_prompts
 from mantissa.bench.options import GapConfig
 from mantissa.kernels import EmulatedKernels, Emulation, Kernels, SimulatedKernels, resolve, rollout_kernels

@@ -25,7 +25,7 @@ import torch
 from rows import append
 from steps import decoder_config, spread
 
-from mantissa.cli.machine import keep_freed_memory
+from mantissa.base.environ import keep_freed_memory
 from mantissa.kernels import ModelShapes, learner_kernels, plan_exact, resolve, rollout_kernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import PrecisionPolicy

@@ -15,7 +15,7 @@ import torch
 from rows import append
 from steps import decoder_config, interleaved, step_rows, training_step
 
-from mantissa.cli.machine import keep_freed_memory
+from mantissa.base.environ import keep_freed_memory
 from mantissa.kernels import resolve
 from mantissa.precision import PRESETS, Fp8Policy, PrecisionPolicy
 

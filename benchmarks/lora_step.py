@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mantissa.kernels import Kernels, NativeKernels, SimulatedKernels
 from mantissa.model import Decoder, FreshModelConfig, LoraShape, attach, trained_parameters
-from mantissa.model.lora import AdaptedProjection
+from mantissa.model.decoder import AdaptedProjection
 from mantissa.precision import FP16, FP32
 from mantissa.training import adamw
 

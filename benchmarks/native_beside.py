@@ -48,7 +48,7 @@ Made = tuple[Sample, str]  # and which kernels
 
 
 def ours(folder: Path, precision: str, logits: str, longest: int) -> Made:
-    from mantissa.cli.machine import keep_freed_memory
+    from mantissa.base.environ import keep_freed_memory
     from mantissa.kernels import probe, resolve, rollout_kernels
     from mantissa.model import load_model
     from mantissa.precision import PrecisionPolicy

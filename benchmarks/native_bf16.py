@@ -22,7 +22,7 @@ from decode_pretrained import measure, native
 from rows import append
 from steps import decoder_config, interleaved, spread, training_step
 
-from mantissa.cli.machine import keep_freed_memory
+from mantissa.base.environ import keep_freed_memory
 from mantissa.kernels import resolve
 from mantissa.kernels.cpu import measured, products
 from mantissa.precision import PrecisionPolicy

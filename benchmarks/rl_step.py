@@ -24,7 +24,7 @@ import torch
 from rl_problem import ALPHABET, SHAPE, WORKS, Work, reward
 from workers import serve
 
-from mantissa.cli.machine import keep_freed_memory
+from mantissa.base.environ import keep_freed_memory
 from mantissa.model import Decoder, FreshModelConfig, character_tokenizer, save_model
 from mantissa.rl import RunConfig, make_config
 from mantissa.rl.assemble import Parts, assemble
@@ -32,8 +32,7 @@ from mantissa.rl.loop import open_source
 from mantissa.rl.run import Run
 from mantissa.rl.step import settle, take_step
 from mantissa.runs.directory import RunDirectory
-from mantissa.runs.live import Live
-from mantissa.runs.trackers import Trackers
+from mantissa.runs.live import Live, Trackers
 from mantissa.tasks import Grader, Problem, Reward, Verifier
 
 PHASES = ("rollout", "reward", "learner_logp", "update", "sync")

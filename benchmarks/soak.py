@@ -17,7 +17,7 @@ from soak_load import FAULTS, SoakConfig, run_soak
 from soak_report import SIZE_HEADER, size_rows, write_report
 
 from mantissa.base.errors import MantissaError
-from mantissa.cli.common import progress, screen, split
+from mantissa.cli import progress, screen, split
 
 
 def soak(

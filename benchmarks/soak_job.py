@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mantissa.base.errors import MantissaError
-from mantissa.base.jsonl import JsonLines
+from mantissa.base.files import JsonLines
 from mantissa.base.readers.json import parse_json
 from mantissa.bench.runner import give_back_freed, rotated
 from mantissa.genesis.evolution import Evolution, EvolutionConfig, shipped

@@ -39,9 +39,17 @@ from mantissa.base.bounds import boundary
 from mantissa.base.config import Section
 from mantissa.base.environ import LAUNCHER
 from mantissa.base.errors import MantissaError, StoppedError, nearest
-from mantissa.base.files import disk_errors, open_own, own, remove, write_atomically
-from mantissa.base.folders import locked, make_folder, refuse_other_settings
-from mantissa.base.jsonl import JsonLines
+from mantissa.base.files import (
+    JsonLines,
+    disk_errors,
+    locked,
+    make_folder,
+    open_own,
+    own,
+    refuse_other_settings,
+    remove,
+    write_atomically,
+)
 from mantissa.base.readers.json import parse_json, read_json
 from mantissa.genesis.worldmodel import SQLiteBuffer
 from mantissa.tasks.code import CodeVerifier

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 from soak_job import BUFFER, PHASES, SIZES, Row
 
-from mantissa.base.files import write_atomically
-from mantissa.base.jsonl import JsonLines
+from mantissa.base.files import JsonLines, write_atomically
 from mantissa.base.provenance import stamp
 from mantissa.bench.rows import crossover
 from mantissa.bench.runner import quartiles, speed_up

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         aggregation_scale,
         correction,
     )
-    from mantissa.base.device import be_deterministic
+    from mantissa.base.ranks import be_deterministic
     from mantissa.base.seeds import derive_seed, generator, stream_slice
     from mantissa.dropin import PrecisionTrainer
     from mantissa.guard import GuardConfig
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "algorithms": ["CorrectionConfig", "PPOClipConfig", "advantage", "aggregation_scale", "correction"],
-    "base.device": ["be_deterministic"],
+    "base.ranks": ["be_deterministic"],
     "base.seeds": ["derive_seed", "generator", "stream_slice"],
     "dropin": ["PrecisionTrainer"],
     "guard": ["GuardConfig"],

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mantissa.base.errors import MantissaError
-from mantissa.base.jsonl import JsonLines, decode, encode
+from mantissa.base.files import JsonLines, decode, encode
 
 numbers = st.one_of(st.floats(), st.integers(-(2**63), 2**63 - 1), st.booleans(), st.none())
 
@@ -55,7 +55,7 @@ def test_killed_while_appending(tmp_path: Path) -> None:
     script = """
 import itertools, sys
 from pathlib import Path
-from mantissa.base.jsonl import JsonLines
+from mantissa.base.files import JsonLines
 lines = JsonLines(Path(sys.argv[1]))
 for step in itertools.count(len(lines.read())):
     lines.append({"step": step, "pad": "x" * 5000})
@@ -112,7 +112,7 @@ def test_a_line_the_disk_cut_short_is_taken_back(tmp_path: Path) -> None:
 import resource, signal, sys
 from pathlib import Path
 from mantissa.base.errors import MantissaError
-from mantissa.base.jsonl import JsonLines
+from mantissa.base.files import JsonLines
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 lines = JsonLines(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mantissa.base import processor
+from mantissa.base import environ
 from mantissa.base.provenance import PACKAGE, Code, source_of
 
 
@@ -97,13 +97,13 @@ model name\t: other
 
 def test_one_name_of_several_generations_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpuinfo").write_text(INTEL)
-    monkeypatch.setattr(processor, "Path", lambda name: tmp_path / "cpuinfo")
-    processor._info.cache_clear()
+    monkeypatch.setattr(environ, "Path", lambda name: tmp_path / "cpuinfo")
+    environ._info.cache_clear()
     try:
-        assert processor.cpu_model() == "Xeon (family 6, model 143, stepping 8)"
-        assert processor.cpu_flags() == "avx2 avx512f avx512_bf16 amx_bf16"
+        assert environ.cpu_model() == "Xeon (family 6, model 143, stepping 8)"
+        assert environ.cpu_flags() == "avx2 avx512f avx512_bf16 amx_bf16"
     finally:
-        processor._info.cache_clear()
+        environ._info.cache_clear()
 
 
 def stamped(**environment: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from html_page import Page
 from mantissa.base.errors import MantissaError
-from mantissa.base.jsonl import JsonLines
+from mantissa.base.files import JsonLines
 from mantissa.genesis.worldmodel import SQLiteBuffer
 
 app = typer.Typer()

@@ -14,7 +14,6 @@ import pytest
 import yaml
 
 from mantissa import cli
-from mantissa.cli import common
 
 RECIPE: dict[str, Any] = {
     "name": "cli",
@@ -66,7 +65,7 @@ def mantissa(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
 
     def call(*argv: object) -> Result:
         monkeypatch.setattr(sys, "argv", ["mantissa", *map(str, argv)])
-        monkeypatch.setattr(common, "_spoken", [])  # each call is a process of its own
+        monkeypatch.setattr(cli, "_spoken", [])  # each call is a process of its own
         monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))  # whatever runs beside the tests
         capfd.readouterr()
         with pytest.raises(SystemExit) as ended:

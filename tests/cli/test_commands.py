@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from mantissa import PrecisionTrainer, cli
-from mantissa.base.jsonl import decode, encode
+from mantissa.base.files import decode, encode
 from mantissa.precision import PRESETS
 from mantissa.runs.metrics import METRICS
 from mantissa.tasks import read_problems
@@ -182,12 +182,12 @@ def test_train_takes_out_for_run_dir(mantissa: Callable, recipe: Callable, tmp_p
 def test_progress_speaks_without_a_terminal_but_seldom(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mantissa.cli import common
+    from mantissa import cli
 
     clock = [100.0]
-    monkeypatch.setattr(common.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(common, "_spoken", [])
+    monkeypatch.setattr(cli.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(cli, "_spoken", [])
     for second in range(50):
         clock[0] = 100.0 + second
-        common.progress(f"step {second}")
+        cli.progress(f"step {second}")
     assert capsys.readouterr().err == "step 21\nstep 42\n"

@@ -18,7 +18,7 @@ import pytest
 import torch
 import yaml
 
-from mantissa.base.jsonl import JsonLines
+from mantissa.base.files import JsonLines
 from mantissa.guard import GuardConfig, open_guard
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.metrics import deterministic

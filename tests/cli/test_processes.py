@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
+from mantissa.base.environ import crowded
 from mantissa.base.errors import MantissaError, StoppedError
-from mantissa.cli.machine import crowded
 from mantissa.cli.processes import blame, launch, threads_each
 from mantissa.runs.directory import RunDirectory
 from processes import alive, children, until

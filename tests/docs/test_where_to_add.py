@@ -113,7 +113,7 @@ import math
 
 import torch
 
-from mantissa.rollout.types import Completion
+from mantissa.rollout.sampling import Completion
 
 
 class ToyEngine:
@@ -152,7 +152,17 @@ def a_task(copy: Copy) -> str:
         "tasks/toy.py",
         '''"""Say the digit that comes next."""
 
+from typing import Literal
+
 from mantissa.tasks.generated import GeneratedTask, text_match, new_problem
+from mantissa.tasks.types import GeneratedConfig
+
+
+class NextConfig(GeneratedConfig):
+    """The next digit."""
+
+    kind: Literal["next"]
+    reward: Literal["exact"] = "exact"
 
 
 class Next(GeneratedTask):
@@ -164,15 +174,12 @@ class Next(GeneratedTask):
         return new_problem(self.name, f"{digit}=", str(digit + 1))
 ''',
     )
-    copy.edit("tasks/config.py", "TaskConfig = Annotated[\n    RunningSumConfig |",
-              "class NextConfig(GeneratedConfig):\n"
-              '    """The next digit."""\n\n    kind: Literal["next"]\n    reward: _Reward = "exact"\n\n\n'
-              "TaskConfig = Annotated[\n    NextConfig | RunningSumConfig |")  # fmt: skip
+    copy.edit("tasks/__init__.py", "TaskConfig = Annotated[\n    Run", "TaskConfig = Annotated[\n    NextConfig | Run")
     copy.edit(
         "tasks/__init__.py", '    "running_sum": RunningSum,', '    "next": Next,\n    "running_sum": RunningSum,'
     )
-    copy.edit("tasks/__init__.py", "from mantissa.tasks.types import", "from mantissa.tasks.toy import Next\n"
-              "from mantissa.tasks.types import")  # fmt: skip
+    types = "from mantissa.tasks.types import"
+    copy.edit("tasks/__init__.py", types, f"from mantissa.tasks.toy import Next, NextConfig\n{types}")
     return copy.train(task="{kind: next, train_size: 8, heldout_size: 0, warm_start_size: 0}")
 
 

@@ -19,8 +19,8 @@ from torch.optim import lr_scheduler
 from mantissa import audit
 from mantissa.base.errors import MantissaError
 from mantissa.dropin import PrecisionTrainer
-from mantissa.dropin.common import HeldScheduler
 from mantissa.dropin.compat import ExtendedFP16Config, ExtendedFP16Trainer
+from mantissa.dropin.window import HeldScheduler
 from mantissa.guard import GuardConfig
 from mantissa.precision import BF16
 from mantissa.precision.formats import is_on_grid

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from launched import torchrun
 from mantissa.base.errors import MantissaError
-from mantissa.base.jsonl import JsonLines
+from mantissa.base.files import JsonLines
 from mantissa.training import ScalerConfig
 from toys import OverflowsAbove, cross_entropy, data, fragile, mlp, quiet, same, state, trainer_of
 

@@ -9,7 +9,7 @@ import pytest
 
 import mantissa.dropin
 from mantissa.base.errors import MantissaError
-from mantissa.dropin.common import HeldScheduler, require
+from mantissa.dropin.window import HeldScheduler, require
 
 
 def test_importing_the_room_loads_none_of_the_libraries() -> None:

@@ -27,8 +27,7 @@ from mantissa.rl.config.run import RunConfig
 from mantissa.rl.run import Run, restore
 from mantissa.rl.session import resume, start
 from mantissa.runs.directory import RunDirectory
-from mantissa.runs.live import Live
-from mantissa.runs.trackers import Trackers
+from mantissa.runs.live import Live, Trackers
 from mantissa.training import Checkpoint, load_checkpoint, save_checkpoint, saved_steps
 from toys import cross_entropy, data, mlp
 

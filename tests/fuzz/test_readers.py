@@ -284,9 +284,8 @@ SLOW = {"tokenizers": 5, "parquet": 2, "sqlite": 2}  # to write or to read: so m
 def test_every_reader_has_a_generator_and_every_module_a_reader() -> None:
     assert GENERATORS.keys() == readers().keys()
     modules = {module.name for module in pkgutil.iter_modules(mantissa.base.readers.__path__)} - {
-        "limits",
-        "parquet_footer",
-    }  # what readers share, and a part of one
+        "limits"
+    }  # what readers share
     assert modules == {name.split()[0] if name != "torch files" else "torch_files" for name in readers()}
 
 

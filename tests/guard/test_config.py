@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mantissa.base.errors import MantissaError
-from mantissa.base.jsonl import JsonLines
+from mantissa.base.files import JsonLines
 from mantissa.guard import GuardConfig, ReferenceRun
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mantissa.base.jsonl import decode, encode
+from mantissa.base.files import decode, encode
 from mantissa.guard import ACTIONS, Decision, Guard, GuardConfig, ReferenceRun
 
 Rows = list[dict[str, Any]]

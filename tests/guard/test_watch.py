@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError
-from mantissa.base.jsonl import JsonLines
+from mantissa.base.files import JsonLines
 from mantissa.dropin import PrecisionTrainer
 from mantissa.guard import GuardConfig, GuardLog, replay
 from mantissa.runs.metrics import undeclared

@@ -36,7 +36,7 @@ from mantissa.precision import (
     round_cached,
 )
 from mantissa.rollout.engine import NativeEngine
-from mantissa.rollout.types import Request, SamplingParams
+from mantissa.rollout.sampling import Request, SamplingParams
 from triton_interpreter import DEVICE, INTERPRETED, needs_a_device
 
 pytestmark = needs_a_device

@@ -36,8 +36,9 @@ from mantissa.kernels import (
     rollout_kernels,
 )
 from mantissa.kernels.exact.plan import Choice
-from mantissa.model import CopiedPolicy, Decoder, ModelConfig
+from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import BF16, FP16, FP32, Fp8Policy, NumberFormat, PrecisionPolicy, is_on_grid, round_to_format
+from mantissa.rollout import CopiedPolicy
 
 ACCUMULATION = 2.0**-20
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import small_run
 from mantissa.base.errors import MantissaError
-from mantissa.base.folders import locked
+from mantissa.base.files import locked
 from mantissa.base.provenance import CODE
 from mantissa.cli import app
 from mantissa.lab import Rows, disk, load_lab, run, run_lab, warm, write_page

@@ -17,8 +17,16 @@ from mantissa.base.errors import MantissaError, RankError
 from mantissa.launch import Plan, launch_file, load_options
 from mantissa.launch.export import export
 from mantissa.launch.facts import short
-from mantissa.launch.local_job import _last_error, end_processes, resumed_from, run_local
-from mantissa.launch.rehearsal import Rehearsal, rehearse, write_policy, write_problems
+from mantissa.launch.rehearsal import (
+    Rehearsal,
+    _last_error,
+    end_processes,
+    rehearse,
+    resumed_from,
+    run_local,
+    write_policy,
+    write_problems,
+)
 from mantissa.rl import load_recipe
 from mantissa.tasks.rewards import verifier_named
 from mantissa.tasks.types import Problem

@@ -37,7 +37,7 @@ from mantissa.model import (
     trained_parameters,
     training_base,
 )
-from mantissa.model.lora import adapter_parameters
+from mantissa.model.decoder import adapter_parameters
 from mantissa.precision import BF16, FP16, FP32
 from mantissa.training import adamw
 

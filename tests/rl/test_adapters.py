@@ -28,7 +28,7 @@ from mantissa.model import (
     save_model,
     trained_parameters,
 )
-from mantissa.model.lora import adapter_parameters
+from mantissa.model.decoder import adapter_parameters
 from mantissa.rl.adapters import locate, open_policy
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config.run import RunConfig

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from mantissa.base.device import be_deterministic, choose_device
 from mantissa.base.errors import MantissaError
+from mantissa.base.ranks import be_deterministic, choose_device
 from mantissa.model import byte_tokenizer, save_model
 from mantissa.rl.adapters import policy_folder
 from mantissa.rl.assemble import Parts

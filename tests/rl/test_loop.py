@@ -25,9 +25,8 @@ from mantissa.rl.loop import perfectible
 from mantissa.rl.run import Run
 from mantissa.rl.warm_start import warm_start
 from mantissa.runs.directory import RunDirectory
-from mantissa.runs.live import Live
+from mantissa.runs.live import Live, Trackers
 from mantissa.runs.metrics import METRICS, TRAINER_METRICS, undeclared
-from mantissa.runs.trackers import Trackers
 from mantissa.tasks import Reward, build_task
 from mantissa.training import load_checkpoint
 from small_run import QUICK, rows_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mantissa.model import ModelConfig
-from mantissa.rollout.cache import KVCache
+from mantissa.rollout.generation import KVCache
 
 LAYERS, HEADS, SIZE, SLOTS = 2, 2, 4, 5
 CONFIG = ModelConfig("llama", 8, 16, 8, LAYERS, 4, HEADS, SIZE)

@@ -18,7 +18,7 @@ from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.examine import examine
 from mantissa.model import Decoder
 from mantissa.rollout import NativeEngine, Request, SamplingParams
-from mantissa.rollout.cache import KVCache
+from mantissa.rollout.generation import KVCache
 from naive_engine import reference_logits
 
 Build = Callable[..., tuple[NativeEngine, Decoder]]

@@ -11,10 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mantissa.base.splitmix import GOLDEN, mix
+from mantissa.base.seeds import GOLDEN, mix
 from mantissa.precision.numerics import token_logprob
-from mantissa.rollout.sampling import draw, filter_logits, sample, stream_keys, uniforms
-from mantissa.rollout.types import SamplingParams
+from mantissa.rollout.sampling import SamplingParams, draw, filter_logits, sample, stream_keys, uniforms
 from naive_engine import reference_distribution, reference_uniform
 
 FILTERS = [

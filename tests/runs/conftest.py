@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
-from mantissa.base.jsonl import encode
+from mantissa.base.files import encode
 from mantissa.runs import compare_page, gap_page, plots
 from mantissa.runs.directory import RunDirectory
 

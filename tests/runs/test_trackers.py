@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mantissa.base.errors import MantissaError
 from mantissa.runs.directory import RunDirectory
-from mantissa.runs.trackers import Trackers, from_names, numbers
+from mantissa.runs.live import Trackers, from_names, numbers
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from mantissa.base.ranks import unwrapped
 from mantissa.dropin.compat import ExtendedFP16Config, ExtendedFP16Trainer, cleanup_distributed, init_distributed
-from mantissa.training.distributed import unwrapped
 from strict_promotion import StrictPromotion
 from toys import Batch, cross_entropy, data, mlp, state
 

@@ -26,10 +26,10 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from exact_policies import FAMILIES, FORMATS, Policies, exactly, make_model, ragged, shapes_of
 from mantissa.base.errors import MantissaError
+from mantissa.base.ranks import whole
 from mantissa.kernels import plan_exact
 from mantissa.kernels.exact_probe import threads
 from mantissa.training import distribute
-from mantissa.training.distributed import whole
 from strict_promotion import StrictPromotion
 
 

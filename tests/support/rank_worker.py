@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from mantissa.base.ranks import unwrapped, whole
 from mantissa.dropin import PrecisionTrainer
 from mantissa.guard import GuardConfig
 from mantissa.precision import BF16
 from mantissa.training import ScalerConfig, adaptive_clip_, distribute, master_weights
-from mantissa.training.distributed import unwrapped, whole
 from strict_promotion import StrictPromotion
 
 GLOBAL = 12  # rows of a whole batch: divided by 1, 2 and 3 processes

@@ -25,6 +25,7 @@ import mantissa.rl.session
 from experiences import sampled
 from mantissa.algorithms import values
 from mantissa.base.errors import MantissaError
+from mantissa.base.ranks import whole
 from mantissa.model.decoder import Norm
 from mantissa.rl import make_config, resume, start
 from mantissa.rl.assemble import assemble
@@ -34,7 +35,6 @@ from mantissa.rl.objective import weigh
 from mantissa.rl.session import joined
 from mantissa.rollout import NativeEngine
 from mantissa.training import StepOutcome
-from mantissa.training.distributed import whole
 from other_library import asked_library, asked_processor
 from small_run import no_report, stopped
 from strict_promotion import StrictPromotion

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mantissa.launch.local_job import TAG, end_processes
-from mantissa.launch.rehearsal import write_policy
+from mantissa.launch.rehearsal import TAG, end_processes, write_policy
 
 ROOT = Path(__file__).parents[2]
 _LOOPBACK = "127.0.0.2"  # Ray puts the machine's outward address in the place of 127.0.0.1

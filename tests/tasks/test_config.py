@@ -9,14 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from mantissa.base.errors import MantissaError
-from mantissa.tasks.config import (
-    AdditionConfig,
-    ChainConfig,
-    CodeConfig,
-    CountdownConfig,
-    DatasetConfig,
-    RunningSumConfig,
-)
+from mantissa.tasks.code import CodeConfig
+from mantissa.tasks.datasets import DatasetConfig
+from mantissa.tasks.generated import AdditionConfig, ChainConfig, CountdownConfig, RunningSumConfig
 from mantissa.tasks.types import Message
 from problems import SECTION, SPLITS, made
 

@@ -13,7 +13,7 @@ import pytest
 
 from mantissa.base.errors import MantissaError
 from mantissa.tasks import Grader, Message, Problem, build_task
-from mantissa.tasks.config import DatasetConfig, RequestsConfig
+from mantissa.tasks.datasets import DatasetConfig
 from mantissa.tasks.requests import (
     BEINGS,
     COMPACT,
@@ -23,6 +23,7 @@ from mantissa.tasks.requests import (
     FunctionJudge,
     JudgeConfig,
     Requests,
+    RequestsConfig,
     Reviews,
     Script,
     ServerJudge,

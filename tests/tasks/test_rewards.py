@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from mantissa.base.errors import MantissaError
 from mantissa.tasks import Grader, Problem, Reward, Verifier
-from mantissa.tasks.config import RewardTerm
 from mantissa.tasks.functions import FunctionVerifier
 from mantissa.tasks.rewards import Dapo, Exact, Term, TermError, WeightedSum, weighted
+from mantissa.tasks.types import RewardTerm
 
 HERE = Path(__file__).parent
 PROBLEM = Problem("p", "q", "4", "s")

@@ -13,10 +13,9 @@ from torch import nn
 import rank_worker
 from launched import torchrun
 from mantissa.base.errors import MantissaError
-from mantissa.base.jsonl import JsonLines
-from mantissa.base.ranks import ALONE
+from mantissa.base.files import JsonLines
+from mantissa.base.ranks import ALONE, grad_norm
 from mantissa.training import distribute
-from mantissa.training.distributed import grad_norm
 
 KINDS = ("ddp", "fsdp2")
 TOGETHER = ("equal", "inf_on_one_rank", "accumulate", "uneven", "broken_window", "guarded", "save")

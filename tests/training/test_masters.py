@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError
-from mantissa.base.splitmix import GOLDEN
+from mantissa.base.seeds import GOLDEN
 from mantissa.dropin import PrecisionTrainer
 from mantissa.precision import BF16, DIAL, FP16, FP32, is_on_grid, round_by_arithmetic, round_stochastically
 from mantissa.training import LossScaler, OptimizerStep, adamw, check_masters, learning_rate, master_weights
-from mantissa.training.masters import random_bits
+from mantissa.training.optimizer import random_bits
 
 KINDS = ("bf16_stochastic", "bf16_kahan")
 CPU = torch.device("cpu")
@@ -187,7 +187,7 @@ def test_an_update_is_the_formula_on_what_the_optimiser_does_in_fp32() -> None:
 def test_a_tensor_that_is_not_contiguous_and_one_of_several_parts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for part, layout in ((1 << 16, torch.contiguous_format), (16, torch.channels_last)):
-        monkeypatch.setattr("mantissa.training.masters._PART", part)
+        monkeypatch.setattr("mantissa.training.optimizer._PART", part)
         weight = nn.Parameter(layers()[0].weight.detach().clone(memory_format=layout))
         rule = master_weights(kind, {"w": weight}, BF16)
         for update in range(3):

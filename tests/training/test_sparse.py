@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mantissa import audit
 from mantissa.base.errors import MantissaError
+from mantissa.base.ranks import grad_norm
 from mantissa.precision import BF16, FP16
 from mantissa.training import (
     LossScaler,
@@ -22,7 +23,6 @@ from mantissa.training import (
     master_weights,
     where_nonfinite,
 )
-from mantissa.training.distributed import grad_norm
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's own
 IDS = torch.tensor([4, 1, 4, 4, 7])  # an entry of its own for each: those of 4 are one gradient

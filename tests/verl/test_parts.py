@@ -25,7 +25,7 @@ from mantissa.precision import FP32, PrecisionPolicy
 from mantissa.rl.exact.plan import exact_plan
 from mantissa.rl.score import forward
 from mantissa.rollout import NativeEngine
-from mantissa.rollout.types import Request
+from mantissa.rollout.sampling import Request
 from mantissa.verl import refusals
 from mantissa.verl.batch import Rows, by_temperature
 from mantissa.verl.engine_options import EngineOptions

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mantissa.launch.local_job import end_processes
+from mantissa.launch.rehearsal import end_processes
 from verl_job import ACTOR, ROOT, job_environment, make_inputs, overrides
 
 pytestmark = [pytest.mark.verl, pytest.mark.slow]

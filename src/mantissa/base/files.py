@@ -1,9 +1,13 @@
-"""Files and folders that are either the old version or the new one, whatever kills the process and when.
+"""What is written so that a kill at any instant loses nothing: files and folders replaced whole, and files of rows that
+are only appended to.
 
-The recipe is the usual one: write beside, fsync, rename over, fsync the folder. A rename inside one file system is
-atomic, so a reader sees one whole version; the first fsync makes sure that the new name never points at data the disk
-does not have yet, the second that the rename itself outlives a power cut. What a kill can leave behind is a temporary
-beside the file, whose name starts with a dot and ends in ``.tmp``: ``remove_leftovers`` sweeps those.
+A file or a folder is either the old version or the new one, by the usual recipe: write beside, fsync, rename over,
+fsync the folder. A rename inside one file system is atomic, so a reader sees one whole version; the first fsync makes
+sure that the new name never points at data the disk does not have yet, the second that the rename itself outlives a
+power cut. What a kill can leave behind is a temporary beside the file, whose name starts with a dot and ends in
+``.tmp``: ``remove_leftovers`` sweeps those. Rows (``JsonLines``) survive being cut off in the middle of a line.
+
+A folder is one process's to write (``locked``), and refuses other settings than those it was begun with.
 
 Failures of the disk are the user's to mend (space, permissions), so they surface as one-line ``MantissaError``.
 """
@@ -11,24 +15,45 @@ Failures of the disk are the user's to mend (space, permissions), so they surfac
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
+import socket
 import stat
 import sys
 import uuid
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from errno import EACCES, EDQUOT, EFBIG, EIO, EISDIR, ELOOP, ENAMETOOLONG, ENOENT, ENOSPC, ENOTDIR, ENXIO, EPERM, EROFS
+from errno import (
+    EACCES,
+    EAGAIN,
+    EDQUOT,
+    EFBIG,
+    EIO,
+    EISDIR,
+    ELOOP,
+    ENAMETOOLONG,
+    ENOENT,
+    ENOSPC,
+    ENOTDIR,
+    ENXIO,
+    EPERM,
+    EROFS,
+    EWOULDBLOCK,
+)
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from mantissa.base.bounds import boundary
+from mantissa.base.bounds import LARGEST_SIZE, boundary, describe_value, number, regular_file, whole_text
 from mantissa.base.errors import MantissaError
-from mantissa.base.readers.json import parse_json
+from mantissa.base.readers.json import ROW, parse_json
+from mantissa.base.readers.limits import opened, require_size
 
 DIGESTS = "digests.json"  # in a folder: the SHA-256 of each of its other files
 _ADVICE = {
@@ -46,6 +71,11 @@ _ADVICE = {
     ELOOP: "a link is in its place; move that away",
     ENXIO: "a pipe or a device is in its place; move that away",
 }
+Row = dict[str, Any]
+_LARGEST = 4 << 30  # bytes of a file of rows
+# Names with a slash that are words and no numbers.
+_LABELS = ("precision/format", "precision/requested", "precision/active")
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100  # fcntl.h: paths are relative to the current folder
 
@@ -282,3 +312,196 @@ def _exchange(left: Path, right: Path) -> bool:
     if renameat2 is None:
         return False
     return renameat2(_AT_FDCWD, os.fsencode(left), _AT_FDCWD, os.fsencode(right), _RENAME_EXCHANGE) == 0
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents; ``MantissaError`` where it is a file."""
+    if folder.exists() and not folder.is_dir():
+        raise MantissaError(f"{folder} is a file: name a folder")
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def locked(path: Path, otherwise: str) -> BinaryIO:
+    """The lock of the folder that ``path`` is in, held until it is closed or its process ends."""
+    lock = open_own(path)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (EAGAIN, EWOULDBLOCK):
+            lock.seek(0)
+            holder = lock.read(200).decode(errors="replace").strip() or "another process"
+            lock.close()
+            raise MantissaError(
+                f"{path.parent} is being written by {holder}; wait for it, stop it, or {otherwise}"
+            ) from None
+        warnings.warn(f"{path}: this file system has no locks ({error.strerror}); run one writer only", stacklevel=4)
+    with disk_errors(path):
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    return lock
+
+
+def refuse_other_settings(folder: Path, what: str, there: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """``MantissaError`` where the settings ``there``, of what was begun in the folder, are not those asked for now."""
+    changed = [name for name in {**asked, **there} if there.get(name) != asked.get(name)]
+    if changed:
+        raise MantissaError(
+            f"{folder} holds a {what} with another {', '.join(changed)}: give the same to go on with it, or name "
+            "another folder"
+        )
+
+
+class JsonLines:
+    """Rows in ``path``, one a line, each with an integer ``step`` larger than the one before.
+
+    Non-finite numbers are kept, because the step on which a run diverged is the one worth reading: JSON has no word for
+    them, so they are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` and read back as floats.
+    Every other float is written in its shortest form that reads back as the same double.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._last_step: int | None = None
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add one row and fsync it, so that no later checkpoint can be on disk without it.
+
+        Raises ValueError for a row without an integer step, or one that does not come after the last row; and
+        ``MantissaError`` when the disk is full or the file unwritable.
+        """
+        step = row.get("step")
+        if not isinstance(step, int) or isinstance(step, bool):
+            raise ValueError(f"a row needs an integer 'step', not {step!r}")
+        if self._last_step is None:
+            self._drop_torn_line()
+            rows = self.read()
+            self._last_step = rows[-1]["step"] if rows else step - 1
+        if step <= self._last_step:
+            raise ValueError(
+                f"{self.path.name}: step {step} after step {self._last_step}; truncate before writing again"
+            )
+        line = (encode(row) + "\n").encode()
+        with disk_errors(self.path), open_own(self.path) as file:
+            end = file.seek(0, os.SEEK_END)
+            try:
+                while line:
+                    line = line[file.write(line) :]
+                os.fsync(file.fileno())
+            except OSError:
+                if self.path.is_file():
+                    file.truncate(end)
+                raise
+        self._last_step = step
+
+    def read(self) -> list[Row]:
+        """All rows. A last line that a kill cut short is left out; damage anywhere else is a ``MantissaError``, and so
+        are values that no row has (``decode``) and steps that do not rise."""
+        if not self.path.exists():
+            return []
+        if not regular_file(self.path):
+            raise MantissaError(f"{self.path}: expected a file, found a folder; move it away")
+        require_size(self.path, _LARGEST)
+        rows: list[Row] = []
+        with opened(self.path) as file:
+            for place, line in enumerate(file, start=1):
+                if line.endswith(b"\n"):  # else it was never finished
+                    rows.append(self._row(line[:-1], place, rows[-1]["step"] if rows else -1))
+        return rows
+
+    def _row(self, line: bytes, place: int, last: int) -> Row:
+        """The row of a line; ``last``: the step of the row before."""
+        try:
+            row = decode(line)
+        except UnusualValueError as error:
+            raise MantissaError(f"{self.path}, line {place}: {error}; delete the line, or restore the file") from None
+        except ValueError:
+            raise MantissaError(
+                f"{self.path}, line {place}: expected a row of JSON with a step, got {line[:60]!r}; "
+                "delete the line, or restore the file"
+            ) from None
+        if row["step"] <= last:
+            raise MantissaError(
+                f"{self.path}, line {place}: expected a step after {last}, got {row['step']}; delete the line, or "
+                "restore the file"
+            )
+        return row
+
+    def truncate(self, step: int) -> None:
+        """Keep the rows up to and including ``step``, atomically."""
+        rows = [row for row in self.read() if row["step"] <= step]
+        write_atomically(self.path, "".join(encode(row) + "\n" for row in rows))
+        self._last_step = None
+
+    def _drop_torn_line(self) -> None:
+        """Cut what follows the last newline, or the next row would be glued to it."""
+        if not self.path.is_file():
+            return
+        with disk_errors(self.path), open_own(self.path) as file:
+            file.seek(0)
+            data = file.read()
+            file.truncate(data.rfind(b"\n") + 1)
+
+
+def encode(row: Mapping[str, Any]) -> str:
+    """One row as one line of strict JSON. Raises TypeError for values that are not numbers, strings, bools or None."""
+    for key, value in row.items():
+        if not isinstance(value, bool | int | float | str | None) or (isinstance(value, str) and value in _NON_FINITE):
+            raise TypeError(f"{key}: expected a plain number or string, got {type(value).__name__}")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise TypeError(f"{key}: expected a plain number of at most 64 bits, got {describe_value(value)}")
+    return json.dumps(in_words(row), allow_nan=False)
+
+
+def decode(line: bytes) -> Row:
+    """The row that ``encode`` wrote. Raises ValueError for anything else, ``UnusualValueError`` where it is a row.
+
+    This is where values are judged, once for whoever reads rows: a name with a slash is a metric, and so a number (or
+    None); whole numbers fit into 64 bits, text is whole, and nothing is a list or an object.
+    """
+    row = parse_json(line, ROW)
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        raise ValueError("not a row with a step")
+    if not number(row["step"], 0, LARGEST_SIZE, whole=True):
+        raise UnusualValueError("step", row["step"], f"a whole number from 0 to {LARGEST_SIZE:,}")
+    for key, value in row.items():
+        kind = type(value)
+        if kind is float or value is None or kind is bool:
+            continue
+        if kind is int:
+            if not -(2**63) <= value < 2**63:
+                raise UnusualValueError(key, value, "a number of at most 64 bits")
+        elif kind is not str or ("/" in key and key not in _LABELS and value not in _NON_FINITE):
+            raise UnusualValueError(key, value, "a number")
+        elif value in _NON_FINITE:
+            row[key] = _NON_FINITE[value]
+        elif not whole_text(value):
+            raise UnusualValueError(key, value, "whole text")
+    return row
+
+
+class UnusualValueError(ValueError):
+    """A row with a value that it cannot have."""
+
+    def __init__(self, name: str, value: Any, expected: str) -> None:
+        super().__init__(f"{ascii(name)[1:-1]}: expected {expected}, got {describe_value(value)}")
+
+
+def in_words(value: Any) -> Any:
+    """``value`` with the words for numbers that are not finite, in dicts and lists too."""
+    if isinstance(value, Mapping):
+        return {key: in_words(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [in_words(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def from_words(value: Any) -> Any:
+    """What ``in_words`` was given."""
+    if isinstance(value, dict):
+        return {key: from_words(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [from_words(item) for item in value]
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value

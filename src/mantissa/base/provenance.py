@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mantissa.base.processor import cpu_flags, cpu_model
+from mantissa.base.environ import cpu_flags, cpu_model
 from mantissa.base.version import __version__
 
 PACKAGE = Path(__file__).resolve().parents[1]

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mantissa.base.device import be_deterministic
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import own
 from mantissa.base.provenance import stamp
+from mantissa.base.ranks import be_deterministic
 from mantissa.base.seeds import derive_seed
 from mantissa.bench.command import new_folder
 from mantissa.bench.options import GapConfig

@@ -1,18 +1,180 @@
-"""The command ``mantissa``: one file a command. Bad input ends with one line on stderr and exit code 2."""
+"""The command ``mantissa``: one file a command, and here what they share: options, how they print, how they fail.
+
+Bad input ends with one line on stderr and exit code 2.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import sys
+import time
 import warnings
-from typing import Annotated, Any, cast
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mantissa import __version__
+from mantissa.base.bounds import boundary
+from mantissa.base.environ import spin_briefly
 from mantissa.base.errors import MantissaError, missing, printable
-from mantissa.cli.machine import spin_briefly
+from mantissa.base.hub import HUB, find_model
+from mantissa.base.shipped import find_recipe
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def _model(name: str) -> str:
+    """Refuse a model that is not there before anything heavy is imported to open it. The hub is asked later."""
+    if not name.startswith(HUB):
+        find_model(name, weights=False)
+    return name
+
+
+def there(expected: str) -> Callable[[Path | None], Path | None]:
+    """What refuses a path at which nothing is, likewise."""
+
+    def check(path: Path | None) -> Path | None:
+        if path is not None and not path.exists():
+            raise MantissaError(f"{path}: no such file or folder; expected {expected}")
+        return path
+
+    return check
+
+
+def recipe_there(given: Path | None) -> Path | None:
+    """Refuse a recipe that is neither a file nor comes with Mantissa, likewise; beside --resume it is an override."""
+    if given is not None and "=" not in str(given):
+        with boundary(f"recipe {given}", "expected a YAML file of UTF-8 text, such as recipes/demo.yaml"):
+            find_recipe(given)
+    return given
+
+
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A run's, a Hugging Face or an adapter's folder, FILE.gguf, package:NAME or hub:ORG/NAME.",
+        callback=_model,
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Dotted keys of the recipe, YAML values.", show_default=False),
+]
+Recipe = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="RECIPE", help="A recipe: a file, or a name such as demo.", show_default=False, callback=recipe_there
+    ),
+]
+Run = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN", help="A run's folder; it may still be running.", callback=there("a run that mantissa train made")
+    ),
+]
+
+
+class ModelCommand(TyperCommand):
+    """A command that has an option for each described field of a pydantic model, beside those of its function.
+
+    ``model``: its dotted name; it is imported when the command is the one that is used. The function finds in
+    ``context.obj`` what was given, by field, for the model to check.
+    """
+
+    model: ClassVar[str]
+
+    @functools.cached_property
+    def _fields(self) -> dict[str, Any]:
+        home, _, name = self.model.rpartition(".")
+        fields = getattr(importlib.import_module(home), name).model_fields
+        return {name: field for name, field in fields.items() if field.description}
+
+    @functools.cached_property
+    def _options(self) -> list[Any]:
+        app = typer.Typer(add_completion=False)
+        app.command()(_callback(self._fields))
+        return [each for each in typer.main.get_command(app).params if each.name in self._fields]
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return [*self._options, *super().get_params(ctx)]
+
+    def invoke(self, ctx: Any) -> Any:
+        given = {name: ctx.params.pop(name) for name in self._fields}
+        lists = (name for name in given if isinstance(given[name], str) and _has(self._fields[name].annotation, tuple))
+        ctx.obj = given | {name: split(given[name]) for name in lists}
+        return super().invoke(ctx)
+
+
+def _callback(fields: dict[str, Any]) -> Any:
+    """A function whose parameters, as Typer reads them, are the options of a model's fields."""
+    parameters = []
+    for name, field in fields.items():
+        plain = next((kind for kind in (bool, int, float, Path) if _has(field.annotation, kind)), str)
+        least = next((bound.ge for bound in field.metadata if hasattr(bound, "ge")), None)
+        switch = f"--{name.replace('_', '-')}"  # alone, so that there is no --no-NAME
+        option = Annotated[plain | None, typer.Option(switch, help=field.description, min=least)]  # type: ignore[valid-type]
+        default = ",".join(field.default) or None if isinstance(field.default, tuple) else field.default
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option))
+
+    def callback(**values: Any) -> None: ...
+
+    callback.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    callback.__annotations__ = {each.name: each.annotation for each in parameters}
+    return callback
+
+
+def _has(annotation: Any, kind: type) -> bool:
+    """Whether a type is somewhere in an annotation, outside of a tuple's elements and a choice's values."""
+    if annotation is kind or get_origin(annotation) is kind:
+        return True
+    inner = () if get_origin(annotation) in (tuple, Literal) else get_args(annotation)
+    return any(_has(each, kind) for each in inner)
+
+
+def split(names: str) -> tuple[str, ...]:
+    """The names of a list with commas."""
+    return tuple(name.strip() for name in names.split(",") if name.strip())
+
+
+_QUIET_SECONDS = 20.0  # without a terminal: so long nothing is said, and then a line each time
+_spoken: list[float] = []
+
+
+def progress(line: str) -> None:
+    """One line on stderr that is overwritten; where that is no terminal, a line every 20 seconds."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
+        return
+    now = time.monotonic()
+    if not _spoken:
+        _spoken.append(now)
+    elif line and now - _spoken[0] > _QUIET_SECONDS:
+        _spoken[0] = now
+        print(line, file=sys.stderr, flush=True)
+
+
+def echo_warning(warning: str | None, err: bool = False) -> None:
+    """Print a warning where there is one."""
+    if warning is not None:
+        typer.echo(warning, err=err)
+
+
+def screen(least: int = 0) -> Console:
+    """A console that prints text as it is, at least so wide: a narrower terminal wraps its lines."""
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False)
+    console.width = max(console.width, least)
+    return console
+
 
 # Each command's line in the list of --help, under its group.
 GROUPS = {

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mantissa.base.environ import crowded, keep_freed_memory
 from mantissa.base.errors import MantissaError
-from mantissa.cli.common import Device, ModelCommand, echo_warning, progress, screen
-from mantissa.cli.machine import crowded, keep_freed_memory
+from mantissa.cli import Device, ModelCommand, echo_warning, progress, screen
 
 if TYPE_CHECKING:
     from mantissa.bench import Result
@@ -46,7 +46,7 @@ def bench(
     if context.obj["profile"]:  # the profiler's own messages, which are not for the user
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from mantissa.base.device import choose_device
+    from mantissa.base.ranks import choose_device
     from mantissa.bench.options import BenchConfig
 
     _measure(BenchConfig(device=str(choose_device(device)), **context.obj), threads)

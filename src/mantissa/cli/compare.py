@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mantissa.cli.common import screen
+from mantissa.cli import screen
 
 
 def compare(

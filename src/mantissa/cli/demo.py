@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from mantissa.base.errors import MantissaError
-from mantissa.cli.common import Overrides
+from mantissa.cli import Overrides
 from mantissa.cli.gap import measure
 from mantissa.cli.train import train
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mantissa.base.errors import MantissaError
-from mantissa.cli.common import Device, progress, screen, there
+from mantissa.cli import Device, progress, screen, there
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,7 +116,7 @@ def _with_model(
     explain: bool,
 ) -> tuple[Dump, Diagnosis, list[Block]]:
     """Score the tokens again, say what was found, and return it with the page's further blocks."""
-    from mantissa.base.device import be_deterministic, choose_device
+    from mantissa.base.ranks import be_deterministic, choose_device
     from mantissa.doctor.consult import blocks, consult
     from mantissa.doctor.examine import examine
     from mantissa.rl.doctor_model import open_for_doctor

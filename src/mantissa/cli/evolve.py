@@ -10,7 +10,7 @@ import typer
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.yaml import parse_yaml
-from mantissa.cli.common import progress, screen, split
+from mantissa.cli import progress, screen, split
 
 if TYPE_CHECKING:
     from mantissa.genesis.evolution import EvolutionConfig

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mantissa.base.environ import crowded, keep_freed_memory
 from mantissa.base.errors import MantissaError
-from mantissa.cli.common import Device, Model, ModelCommand, echo_warning, progress, screen
-from mantissa.cli.machine import crowded, keep_freed_memory
+from mantissa.cli import Device, Model, ModelCommand, echo_warning, progress, screen
 
 if TYPE_CHECKING:
     from mantissa.bench.gap import GapResult
@@ -75,7 +75,7 @@ def measure(options: dict[str, Any], model: str, device: str, as_json: bool) -> 
     keep_freed_memory()
     import torch
 
-    from mantissa.base.device import choose_device
+    from mantissa.base.ranks import choose_device
     from mantissa.bench.gap import run_gap
     from mantissa.bench.options import GapConfig
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mantissa.cli.common import Run
+from mantissa.cli import Run
 
 if TYPE_CHECKING:
     from rich.console import Console

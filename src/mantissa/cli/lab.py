@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mantissa.base.errors import MantissaError
-from mantissa.cli.common import split, there
+from mantissa.cli import split, there
 
 if TYPE_CHECKING:
     from mantissa.lab import Lab

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mantissa.base.errors import MantissaError, StoppedError, nearest
-from mantissa.cli.common import Overrides, Recipe
+from mantissa.cli import Overrides, Recipe
 from mantissa.cli.processes import RankError, blame, go_on, stopping
 
 if TYPE_CHECKING:
@@ -152,8 +152,7 @@ def _say(text: str) -> None:
 def _rehearse(
     recipe: Path, overrides: list[str], options: Path | None, given: dict[str, Any], trusted: bool, dry_run: bool
 ) -> None:
-    from mantissa.launch.local_job import listens, run_local
-    from mantissa.launch.rehearsal import rehearse
+    from mantissa.launch.rehearsal import listens, rehearse, run_local
 
     rehearsal = rehearse(recipe, overrides, options, given)
     typer.echo(rehearsal.text())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mantissa.cli.common import screen
+from mantissa.cli import screen
 
 
 def metrics() -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mantissa.cli.common import Device, screen, split
+from mantissa.cli import Device, screen, split
 
 
 def precision(
@@ -22,7 +22,7 @@ def precision(
     from rich.padding import Padding
     from rich.text import Text
 
-    from mantissa.base.device import choose_device
+    from mantissa.base.ranks import choose_device
     from mantissa.kernels import Emulation, cpu, resolve
     from mantissa.precision import PRESETS, PrecisionPolicy
     from mantissa.rl.engines import emulated

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mantissa.base.shipped import find_recipe, said_of, shipped_recipes
-from mantissa.cli.common import screen
+from mantissa.cli import screen
 
 
 def recipes(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mantissa.base.errors import MantissaError
-from mantissa.cli.common import Device, there
+from mantissa.cli import Device, there
 
 
 def replay(
@@ -26,7 +26,7 @@ def replay(
 
     Exits with 1 where they differ here too, with 0 where they do not.
     """
-    from mantissa.base.device import be_deterministic, choose_device
+    from mantissa.base.ranks import be_deterministic, choose_device
     from mantissa.rl.exact.replay import read_case
     from mantissa.rl.exact.replay import replay as run_again
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from mantissa.cli.common import Run
+from mantissa.cli import Run
 
 
 def report(run: Run) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mantissa.cli.common import Device, Model
+from mantissa.cli import Device, Model
 
 _TEXT_COLUMN = 20  # where the text of a completion begins; its further lines are indented to there
 
@@ -29,7 +29,7 @@ def sample(
 
     Printed for each: total log-prob under the sampling distribution, why it ended, text.
     """
-    from mantissa.base.device import choose_device
+    from mantissa.base.ranks import choose_device
     from mantissa.base.seeds import derive_seed
     from mantissa.kernels import resolve, rollout_kernels
     from mantissa.model import policy_weights

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mantissa.base.errors import MantissaError
-from mantissa.cli.common import Overrides, recipe_there
+from mantissa.cli import Overrides, recipe_there
 
 
 def serve(
@@ -38,7 +38,7 @@ def serve(
     from mantissa.rollout import require_vllm
 
     require_vllm()
-    from mantissa.base.device import choose_device
+    from mantissa.base.ranks import choose_device
     from mantissa.kernels import resolve
     from mantissa.rl import load_recipe
     from mantissa.rl.assemble import load_policy

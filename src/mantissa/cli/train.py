@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mantissa.base.environ import crowded, keep_freed_memory, unsteady
 from mantissa.base.errors import MantissaError
-from mantissa.cli.common import Overrides, Recipe, echo_warning, there
-from mantissa.cli.machine import crowded, keep_freed_memory, unsteady
+from mantissa.cli import Overrides, Recipe, echo_warning, there
 
 if TYPE_CHECKING:
     from mantissa.rl import RunConfig
@@ -91,7 +91,7 @@ def _run(recipe: Path | None, overrides: list[str], resume: Path | None, world: 
 
 
 def _start_ranks(config: RunConfig, resume: Path | None, given: list[str]) -> None:
-    from mantissa.base.device import choose_device
+    from mantissa.base.ranks import choose_device
     from mantissa.cli.processes import launch
     from mantissa.runs.directory import default_path
 

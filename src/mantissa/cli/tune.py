@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from mantissa.base.environ import crowded, keep_freed_memory
 from mantissa.base.errors import MantissaError
-from mantissa.cli.common import Device, Model, echo_warning, progress, screen
-from mantissa.cli.machine import crowded, keep_freed_memory
+from mantissa.cli import Device, Model, echo_warning, progress, screen
 
 if TYPE_CHECKING:
     from mantissa.doctor.sides import Scores
@@ -84,7 +84,7 @@ def _sampled(
     """Completions of the model in the half, to be scored in every other way; and the device."""
     import torch
 
-    from mantissa.base.device import be_deterministic, choose_device
+    from mantissa.base.ranks import be_deterministic, choose_device
     from mantissa.bench.gap import encode, read_prompts
     from mantissa.bench.options import GapConfig
     from mantissa.doctor.live import sampled

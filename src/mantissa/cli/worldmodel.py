@@ -13,7 +13,7 @@ import typer
 from mantissa.base.bounds import boundary
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.json import parse_json
-from mantissa.cli.common import Device, progress, split
+from mantissa.cli import Device, progress, split
 
 if TYPE_CHECKING:
     from mantissa.genesis.worldmodel import HistoryRow, WorldModel
@@ -65,7 +65,7 @@ def train(
 
     mantissa worldmodel train --scenario standard --precision fp16
     """
-    from mantissa.base.device import choose_device
+    from mantissa.base.ranks import choose_device
     from mantissa.genesis.worldmodel import SCENARIOS, WorldModel, synthetic
 
     if bool(buffer) == bool(scenario) or scenario not in ("", *SCENARIOS):

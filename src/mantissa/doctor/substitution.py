@@ -47,7 +47,7 @@ from mantissa.doctor.facts import facts
 from mantissa.doctor.sides import Array, Cache, Scores, Side, Weights
 from mantissa.mismatch.intervals import Estimate, jackknife_interval
 from mantissa.model import Decoder, ModelConfig, base_parameters, policy_weights
-from mantissa.model.lora import AdaptedProjection, merge
+from mantissa.model.decoder import AdaptedProjection, merge
 from mantissa.precision import E4M3, format_named, round_to_format
 
 LEAST = 0.01  # of sum d^2, below which a cause is not worth a name

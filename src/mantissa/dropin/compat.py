@@ -51,12 +51,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError
-from mantissa.base.ranks import Ranks
+from mantissa.base.ranks import Ranks, is_ddp, joined
 from mantissa.dropin import PrecisionTrainer
 from mantissa.dropin.environment import ENVIRONMENT, FP16Config, FP16TrainingConfig, switched_off
 from mantissa.dropin.trainer import LossFunction
 from mantissa.training import distribute
-from mantissa.training.distributed import is_ddp, joined
 
 __all__ = [
     "ENVIRONMENT",

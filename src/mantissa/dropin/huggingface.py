@@ -26,9 +26,17 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError
-from mantissa.base.jsonl import JsonLines
-from mantissa.dropin.common import HeldScheduler, require
-from mantissa.dropin.window import Micro, MixedPrecision, RetryWindow, device_of, sum_loss, take_over
+from mantissa.base.files import JsonLines
+from mantissa.dropin.window import (
+    HeldScheduler,
+    Micro,
+    MixedPrecision,
+    RetryWindow,
+    device_of,
+    require,
+    sum_loss,
+    take_over,
+)
 from mantissa.training import ScalerConfig, StepOutcome
 
 require("accelerate", "accelerate")

@@ -35,11 +35,19 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError
-from mantissa.dropin.common import HeldScheduler, require
-from mantissa.dropin.window import Micro, MixedPrecision, RetryWindow, device_of, sum_loss, take_over
+from mantissa.base.ranks import local, unwrapped
+from mantissa.dropin.window import (
+    HeldScheduler,
+    Micro,
+    MixedPrecision,
+    RetryWindow,
+    device_of,
+    require,
+    sum_loss,
+    take_over,
+)
 from mantissa.kernels import ResolvedRole
 from mantissa.training import LossScaler, ScalerConfig, StepOutcome
-from mantissa.training.distributed import local, unwrapped
 
 require("lightning.pytorch", "lightning")
 

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from mantissa.base.bounds import boundary, count
 from mantissa.base.errors import MantissaError
-from mantissa.base.ranks import Ranks
+from mantissa.base.ranks import Ranks, forget_unsent, shard_like, synchronising, unwrapped, whole
 from mantissa.dropin.checks import (
     check_accumulate,
     check_goes_on,
@@ -53,8 +53,7 @@ from mantissa.guard import GuardConfig
 from mantissa.guard.watch import Watch
 from mantissa.precision import FP32
 from mantissa.training import checkpoint
-from mantissa.training.distributed import forget_unsent, shard_like, synchronising, unwrapped, whole
-from mantissa.training.masters import COMPENSATION, Masters, check_masters
+from mantissa.training.optimizer import COMPENSATION, Masters, check_masters
 from mantissa.training.scaler import LossScaler, ScalerConfig
 from mantissa.training.step import OptimizerStep, StepOutcome, adaptive_clip_
 
@@ -71,7 +70,7 @@ class PrecisionTrainer:
     - ``retries``: backward passes repeated on one batch after an overflow; 4, or the ``ScalerConfig``'s.
     - ``accumulate``: micro-batches to an optimiser step.
     - ``max_grad_norm``: bound on the unscaled Euclidean norm. ``adaptive_clip``: factor of adaptive gradient clipping.
-    - ``masters``: ``fp32``, or weights of bf16's values, ``bf16_stochastic`` or ``bf16_kahan`` (``masters.py``): the
+    - ``masters``: ``fp32``, or weights of bf16's values, ``bf16_stochastic`` or ``bf16_kahan`` (``optimizer.py``): the
       model's are rounded at once. Not with fp16.
     - ``scheduler``: stepped after each update that was applied, and only then; without arguments, so that
       ``ReduceLROnPlateau`` is its owner's to step.

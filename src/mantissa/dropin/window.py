@@ -4,11 +4,12 @@
 calls the optimiser; that it is repeated exactly, or given up without a trace, is here: torch's generators (dropout) and
 the model's buffers (a batch norm's statistics) are put back.
 
-Before it: the format that a module computes in, settled once.
+Before it: the format that a module computes in, settled once; and what the libraries' trainers share.
 """
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,17 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mantissa.base.errors import MantissaError
-from mantissa.base.ranks import Ranks, is_fsdp
+from mantissa.base.errors import MantissaError, pip_install
+from mantissa.base.ranks import Ranks, is_ddp, is_fsdp, local, named_parameters, synchronising, unwrapped
 from mantissa.dropin.checks import check_optimizer
 from mantissa.kernels import Autocast, ResolvedRole, autocast_for, probe_autocast, resolve
 from mantissa.precision import FP32, PrecisionPolicy
-from mantissa.training.distributed import is_ddp, local, named_parameters, synchronising, unwrapped
-from mantissa.training.gradients import anomaly, flushed_fraction, gradients_of, where_nonfinite
-from mantissa.training.masters import Masters, master_weights
+from mantissa.training.gradients import anomaly, where_nonfinite
 from mantissa.training.nonfinite import first_nonfinite
-from mantissa.training.owners import listed, strays
-from mantissa.training.scaler import LossScaler, ScalerConfig, scaler_for
+from mantissa.training.optimizer import Masters, listed, master_weights, strays
+from mantissa.training.scaler import LossScaler, ScalerConfig, flushed_fraction, gradients_of, scaler_for
 from mantissa.training.step import Backward, OptimizerStep, StepOutcome, check_fp32
 
 
@@ -394,3 +393,33 @@ def flush_probe(
     for parameter, grad in pending.items():
         parameter.grad = grad
     return flushed_fraction(low, exact)
+
+
+def require(library: str, extra: str) -> None:
+    """Import ``library``; where it is not installed, ``MantissaError`` names the extra that brings it."""
+    try:
+        importlib.import_module(library)
+    except ModuleNotFoundError as error:
+        if not f"{library}.".startswith(f"{error.name}."):
+            raise  # the library is there, and something that it needs is not
+        raise MantissaError(
+            f"{library.partition('.')[0]} is not installed; this integration needs it: {pip_install(extra)}"
+        ) from None
+
+
+class HeldScheduler:
+    """``scheduler``, except that ``step`` does nothing while ``applied()`` is False: where the optimiser step before it
+    was given up, the weights have not moved, so neither does the rate. Everything else is the scheduler's own."""
+
+    def __init__(self, scheduler: Any, applied: Callable[[], bool]) -> None:
+        self.scheduler = scheduler
+        self._applied = applied
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        if self._applied():
+            self.scheduler.step(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # asked for before __init__, as copying does
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)

@@ -16,7 +16,7 @@ from pydantic import Field, Strict, field_validator, model_validator
 from mantissa.base.bounds import LARGEST_FLOAT
 from mantissa.base.config import Section
 from mantissa.base.errors import MantissaError
-from mantissa.base.jsonl import JsonLines, Row, encode
+from mantissa.base.files import JsonLines, Row, encode
 from mantissa.precision.formats import ALIASES
 
 End = Annotated[float, Strict(), Field(ge=-LARGEST_FLOAT, le=LARGEST_FLOAT)] | None  # of a range; None: open

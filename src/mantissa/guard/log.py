@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mantissa.base.errors import MantissaError
-from mantissa.base.files import write_atomically
-from mantissa.base.jsonl import JsonLines
+from mantissa.base.files import JsonLines, write_atomically
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.base.readers.json import read_json
 from mantissa.guard.config import GuardConfig, ReferenceRun

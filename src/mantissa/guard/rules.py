@@ -33,7 +33,7 @@ from typing import Any, Literal, get_args
 
 from mantissa.base.bounds import outside
 from mantissa.base.errors import MantissaError
-from mantissa.base.jsonl import Row
+from mantissa.base.files import Row
 from mantissa.guard.config import DROPS, GuardConfig, ReferenceRun, figure, finite_loss, mean
 
 Action = Literal["ok", "warn", "alert", "fall back", "stop"]

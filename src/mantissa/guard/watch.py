@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mantissa.base.errors import MantissaError
-from mantissa.base.jsonl import JsonLines, Row
+from mantissa.base.files import JsonLines, Row
 from mantissa.base.ranks import Ranks
 from mantissa.guard.config import GuardConfig
 from mantissa.guard.log import Judge

@@ -43,8 +43,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mantissa.base.environ import cpu_model
 from mantissa.base.errors import MantissaError
-from mantissa.base.processor import cpu_model
 from mantissa.base.readers.json import parse_json
 from mantissa.precision import BlockScaled, int8_codes
 

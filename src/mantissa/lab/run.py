@@ -24,8 +24,7 @@ import yaml
 from mantissa.base.bounds import boundary
 from mantissa.base.environ import LAUNCHER
 from mantissa.base.errors import MantissaError, StoppedError
-from mantissa.base.files import disk_errors, own, write_atomically
-from mantissa.base.folders import locked
+from mantissa.base.files import disk_errors, locked, own, write_atomically
 from mantissa.base.provenance import CODE
 from mantissa.base.readers.json import parse_json, read_json
 from mantissa.lab.disk import require_room

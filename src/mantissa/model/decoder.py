@@ -7,12 +7,13 @@ Legend: B rows, T positions, E hidden size, H query heads, K key/value heads, D 
 The module holds weights and knows their order; what an operation computes, and in which precision, is the ``Kernels``
 passed in. How a position sees the others is the ``Attend`` passed in: the learner's full causal attention, or a cache.
 So the two policies share every line but those two arguments, and any difference between their numbers is the
-kernels' own. Parameter names are Hugging Face's: ``state_dict()`` is the checkpoint.
+kernels' own. Parameter names are Hugging Face's: ``state_dict()`` is the checkpoint. ``policy_weights`` are the numbers
+that the policy multiplies: with low-rank adapters (``lora.py``) not the parameters themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -25,6 +26,7 @@ from mantissa.model.experts import Mixture, Route, Router, mixed, quiet
 from mantissa.precision import BlockScaled
 
 Outputs = TypeVar("Outputs")
+MATRICES = ("lora_A", "lora_B")  # of an adapter, by name
 
 
 class Attend(Protocol):
@@ -54,9 +56,34 @@ class Projection(nn.Module):
         return kernels.linear(x, weight, self.bias, self.name)
 
 
+def merge(weight_FE: Tensor, a_RE: Tensor, b_FR: Tensor, scale: float) -> Tensor:
+    """W + scale * B A in fp32: the one place that computes it, for the learner, the rollout and the export."""
+    return torch.addmm(weight_FE, b_FR, a_RE, alpha=scale)
+
+
+class AdaptedProjection(Projection):
+    """A projection with adapters: the kernels see the merged weight as a master."""
+
+    def __init__(self, plain: Projection, rank: int, scale: float) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.bias, self.name = plain.weight, plain.bias, plain.name
+        self.register_buffer("scales", None, persistent=False)
+        outputs, inputs = plain.weight.shape
+        self.scale = scale
+        self.lora_A = nn.Parameter(torch.empty(rank, inputs, device=plain.weight.device))
+        self.lora_B = nn.Parameter(torch.zeros(outputs, rank, device=plain.weight.device))
+
+    def merged(self) -> Tensor:
+        """The fp32 weight that this projection stands for; F,E, differentiable in the adapters."""
+        return merge(self.weight, self.lora_A, self.lora_B, self.scale)
+
+    def forward(self, x: Tensor, kernels: Kernels) -> Tensor:
+        return kernels.linear(x, self.merged(), self.bias, self.name)
+
+
 @dataclass(frozen=True)
 class Joined:
-    """The weights of several projections of one input, in the layout of their one product (``copies.py`` makes it).
+    """The weights of several projections of one input, in the layout of their one product (``CopiedPolicy`` makes it).
 
     ``widths``: output features of each, in order.
     """
@@ -231,7 +258,7 @@ class Decoder(nn.Module):
         self.config = config
         self.lora: LoraShape | None = None  # set where adapters were attached (``lora.attach``)
         self.padding_row: int | None = None  # a token whose embedding learns nothing, as Hugging Face's padding_idx
-        self.packed_head: Tensor | None = None  # a tied head in its product's layout, beside the embedding (``copies``)
+        self.packed_head: Tensor | None = None  # a tied head in its product's layout, beside the embedding
         self.model = Backbone(config)
         self.lm_head = None if config.tie_word_embeddings else Projection(config.hidden_size, config.vocab_size, False)
         for name, module in self.named_modules():
@@ -305,3 +332,53 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor, kernels: Kernels) -> Tensor:
         """Logits (fp32) of hidden states of any leading shape."""
         return kernels.logits(hidden, self.head_weight)
+
+
+def adapter_parameters(decoder: Decoder) -> dict[str, nn.Parameter]:
+    """A and B of every adapter, by name; empty where there are none."""
+    return {name: p for name, p in decoder.named_parameters() if name.rpartition(".")[2] in MATRICES}
+
+
+def base_parameters(decoder: Decoder) -> dict[str, nn.Parameter]:
+    """The decoder's parameters less its adapters: Hugging Face's names."""
+    return {name: p for name, p in decoder.named_parameters() if name.rpartition(".")[2] not in MATRICES}
+
+
+def trained_parameters(decoder: Decoder) -> dict[str, nn.Parameter]:
+    """What RL moves, and a checkpoint holds: the adapters where there are some, else every parameter."""
+    return adapter_parameters(decoder) or base_parameters(decoder)
+
+
+def policy_weights(decoder: Decoder) -> Mapping[str, Tensor]:
+    """The fp32 weights that the policy multiplies, by Hugging Face's names: masters, adapters merged in.
+
+    Where there are adapters the mapping merges a matrix anew each time it is asked for, so that one is held at a time.
+    """
+    weights = {name: parameter.detach() for name, parameter in base_parameters(decoder).items()}
+    return weights if decoder.lora is None else _Merged(decoder, weights)
+
+
+class _Merged(Mapping[str, Tensor]):
+    def __init__(self, decoder: Decoder, weights: dict[str, Tensor]) -> None:
+        self._weights = weights
+        self._adapted = {
+            f"{name}.weight": module
+            for name, module in decoder.named_modules()
+            if isinstance(module, AdaptedProjection)
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        module = self._adapted.get(name)
+        if module is None:
+            return self._weights[name]
+        with torch.no_grad():
+            return module.merged()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights  # the inherited one would merge to find out
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)

@@ -26,9 +26,9 @@ from mantissa.base.hub import find_model, read_object
 from mantissa.base.readers.safetensors import open_tensors
 from mantissa.base.tensors import require_finite, write_tensors
 from mantissa.model.config import ModelConfig, config_fields, read_config
-from mantissa.model.decoder import Decoder
+from mantissa.model.decoder import Decoder, base_parameters, policy_weights
 from mantissa.model.gguf import load_gguf
-from mantissa.model.lora import base_parameters, copy_stored, policy_weights
+from mantissa.model.lora import copy_stored
 from mantissa.model.tokenizer import Tokenizer
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"

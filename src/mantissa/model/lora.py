@@ -39,7 +39,7 @@ from typing import Any, Self
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from mantissa.base.bounds import boundary
 from mantissa.base.config import Config
@@ -48,11 +48,8 @@ from mantissa.base.files import atomic_folder, check_digests, write_digests
 from mantissa.base.hub import read_object
 from mantissa.base.readers.safetensors import load_tensors
 from mantissa.base.tensors import plain_name, require_finite, write_tensors
-from mantissa.kernels import Kernels
 from mantissa.model.config import TARGETS, Fields, LoraShape
-from mantissa.model.decoder import MLP, Decoder, Layer, Projection
-
-MATRICES = ("lora_A", "lora_B")
+from mantissa.model.decoder import MLP, AdaptedProjection, Decoder, Layer, adapter_parameters, base_parameters
 
 
 class LoraConfig(Config):
@@ -120,31 +117,6 @@ def _check_targets(targets: tuple[str, ...]) -> None:
         raise MantissaError(f"targets: {', '.join(targets)}: one is named twice")
 
 
-def merge(weight_FE: Tensor, a_RE: Tensor, b_FR: Tensor, scale: float) -> Tensor:
-    """W + scale * B A in fp32: the one place that computes it, for the learner, the rollout and the export."""
-    return torch.addmm(weight_FE, b_FR, a_RE, alpha=scale)
-
-
-class AdaptedProjection(Projection):
-    """A projection with adapters: the kernels see the merged weight as a master."""
-
-    def __init__(self, plain: Projection, rank: int, scale: float) -> None:
-        nn.Module.__init__(self)
-        self.weight, self.bias, self.name = plain.weight, plain.bias, plain.name
-        self.register_buffer("scales", None, persistent=False)
-        outputs, inputs = plain.weight.shape
-        self.scale = scale
-        self.lora_A = nn.Parameter(torch.empty(rank, inputs, device=plain.weight.device))
-        self.lora_B = nn.Parameter(torch.zeros(outputs, rank, device=plain.weight.device))
-
-    def merged(self) -> Tensor:
-        """The fp32 weight that this projection stands for; F,E, differentiable in the adapters."""
-        return merge(self.weight, self.lora_A, self.lora_B, self.scale)
-
-    def forward(self, x: Tensor, kernels: Kernels) -> Tensor:
-        return kernels.linear(x, self.merged(), self.bias, self.name)
-
-
 def attach(decoder: Decoder, shape: LoraShape, generator: torch.Generator) -> None:
     """Freeze the decoder and give every target projection adapters; ``generator`` (CPU) draws the first A.
 
@@ -167,56 +139,6 @@ def attach(decoder: Decoder, shape: LoraShape, generator: torch.Generator) -> No
                     adapted.lora_A.copy_(drawn)
                 setattr(block, name, adapted)
     decoder.lora = shape
-
-
-def adapter_parameters(decoder: Decoder) -> dict[str, nn.Parameter]:
-    """A and B of every adapter, by name; empty where there are none."""
-    return {name: p for name, p in decoder.named_parameters() if name.rpartition(".")[2] in MATRICES}
-
-
-def base_parameters(decoder: Decoder) -> dict[str, nn.Parameter]:
-    """The decoder's parameters less its adapters: Hugging Face's names."""
-    return {name: p for name, p in decoder.named_parameters() if name.rpartition(".")[2] not in MATRICES}
-
-
-def trained_parameters(decoder: Decoder) -> dict[str, nn.Parameter]:
-    """What RL moves, and a checkpoint holds: the adapters where there are some, else every parameter."""
-    return adapter_parameters(decoder) or base_parameters(decoder)
-
-
-def policy_weights(decoder: Decoder) -> Mapping[str, Tensor]:
-    """The fp32 weights that the policy multiplies, by Hugging Face's names: masters, adapters merged in.
-
-    Where there are adapters the mapping merges a matrix anew each time it is asked for, so that one is held at a time.
-    """
-    weights = {name: parameter.detach() for name, parameter in base_parameters(decoder).items()}
-    return weights if decoder.lora is None else _Merged(decoder, weights)
-
-
-class _Merged(Mapping[str, Tensor]):
-    def __init__(self, decoder: Decoder, weights: dict[str, Tensor]) -> None:
-        self._weights = weights
-        self._adapted = {
-            f"{name}.weight": module
-            for name, module in decoder.named_modules()
-            if isinstance(module, AdaptedProjection)
-        }
-
-    def __getitem__(self, name: str) -> Tensor:
-        module = self._adapted.get(name)
-        if module is None:
-            return self._weights[name]
-        with torch.no_grad():
-            return module.merged()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._weights  # the inherited one would merge to find out
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ in the loss, its cost is nothing beside one layer, and its gradient reaches the 
 
 Dropout without a generator. A backward pass that is repeated at a lower loss scale must repeat its forward's dropout,
 a resumed run that of the first one, and no split into micro-batches may change it. So whether a unit is dropped is a
-hash (``splitmix.py``) of the row's ``key``, the layer and the unit. Whoever calls makes keys from the run's seed, the
+hash (``base/seeds.py``) of the row's ``key``, the layer and the unit. Whoever calls makes keys from the run's seed, the
 step and the prompt, and the rest follows. Without keys nothing is dropped.
 
 Legend: B prompts, E hidden size.
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mantissa.base.splitmix import GOLDEN, mix, shift_right
+from mantissa.base.seeds import GOLDEN, mix, shift_right
 
 _BITS = 24  # of the hash: as many as make an fp32 uniform
 

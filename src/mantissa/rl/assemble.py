@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from mantissa.base.bounds import require_memory
-from mantissa.base.device import be_deterministic, choose_device
 from mantissa.base.errors import MantissaError
-from mantissa.base.ranks import ALONE, Ranks
+from mantissa.base.ranks import ALONE, Ranks, be_deterministic, choose_device
 from mantissa.base.seeds import generator
 from mantissa.kernels import (
     ExactPlan,

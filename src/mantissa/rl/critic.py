@@ -21,14 +21,13 @@ from torch import Tensor, nn
 
 from mantissa.algorithms import Accumulator, AlgorithmConfig, aggregation_scale, merge, value_loss, values
 from mantissa.base.errors import MantissaError
-from mantissa.base.ranks import Ranks
+from mantissa.base.ranks import Ranks, shard_like, whole
 from mantissa.kernels import Kernels
 from mantissa.model import Decoder, policy_weights
 from mantissa.rl.experience import Sequences, Weighed
 from mantissa.rl.placing import place
 from mantissa.rl.score import Forward, Packed, scatter, score
 from mantissa.training import LossScaler, OptimizerStep, StepOutcome, load_weights
-from mantissa.training.distributed import shard_like, whole
 
 
 class ValueModel(nn.Module):

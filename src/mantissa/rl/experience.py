@@ -21,8 +21,8 @@ from mantissa.algorithms import Accumulator
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.precision.numerics import masked_mean
 from mantissa.rollout.most_probable import MostProbable
+from mantissa.rollout.sampling import Completion, most_probable, supports, told
 from mantissa.rollout.support import Support
-from mantissa.rollout.types import Completion, most_probable, supports, told
 
 Tallies = Mapping[str, Accumulator]
 S = TypeVar("S", bound="Sequences")

@@ -30,10 +30,9 @@ from mantissa.rl.config.run import RunConfig
 from mantissa.rl.exact.check import Exactness
 from mantissa.rl.exact.twin import EngineShare
 from mantissa.rl.probes import Diagnose, Flushed, KeptMass, Lag, Probe, Refresh
-from mantissa.rollout.types import CopyingEngine
+from mantissa.rollout.engine import CopyingEngine
 from mantissa.runs.directory import RunDirectory
-from mantissa.runs.live import Live
-from mantissa.runs.trackers import Trackers
+from mantissa.runs.live import Live, Trackers
 from mantissa.tasks import Problem
 from mantissa.training import Checkpoint, load_weights, save_checkpoint
 

@@ -43,9 +43,10 @@ from mantissa.base.bounds import count
 from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.kernels import Kernels, Traced
-from mantissa.model import CopiedPolicy, Decoder, ModelConfig, Replay, Replayed, Route
+from mantissa.model import Decoder, ModelConfig, Replay, Replayed, Route
 from mantissa.precision.numerics import entropy
 from mantissa.rl.experience import Sequences
+from mantissa.rollout import CopiedPolicy
 from mantissa.rollout.support import Support, truncated
 from mantissa.training import load_weights
 

@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from mantissa.base.device import choose_device
 from mantissa.base.errors import MantissaError, StoppedError
-from mantissa.base.ranks import ALONE, Ranks, world_size
+from mantissa.base.ranks import ALONE, Ranks, choose_device, join, world_size
 from mantissa.guard import ReferenceRun
 from mantissa.guard.watch import fall_back_of
 from mantissa.kernels import resolve
@@ -33,11 +32,9 @@ from mantissa.rl.loop import go
 from mantissa.rl.run import Run
 from mantissa.runs.directory import Onlooker, RunDirectory, default_path, environment
 from mantissa.runs.health import share_sentence
-from mantissa.runs.live import Live
+from mantissa.runs.live import Live, Trackers, from_names
 from mantissa.runs.report import build_report
-from mantissa.runs.trackers import Trackers, from_names
 from mantissa.training.audit import audit
-from mantissa.training.distributed import join
 from mantissa.training.optimizer import described
 
 _PATIENCE = timedelta(minutes=30)  # that a rank waits for another: one may have sampled much longer responses

@@ -43,8 +43,7 @@ from mantissa.rl.session import KINDS, Kind, environment_of
 from mantissa.rl.step import Row, take_step
 from mantissa.rollout import NativeEngine, RolloutEngine
 from mantissa.runs.directory import RunDirectory
-from mantissa.runs.live import Live
-from mantissa.runs.trackers import Trackers
+from mantissa.runs.live import Live, Trackers
 from mantissa.tasks import Problem, Reviews, Reward, Script, build_task
 from mantissa.tasks.requests import Feedback, label_of
 from mantissa.training import Checkpoint, load_checkpoint, save_checkpoint, saved_steps

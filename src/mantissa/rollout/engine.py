@@ -1,26 +1,336 @@
-"""The native rollout engine: our decoder, our kernels, a cache, continuous batching, and weights that are checked.
+"""The contract that every rollout engine keeps, the weights that one holds, and the native engine.
 
-The engine owns a copy of the learner's weights (``model/copies.py``). ``sync`` rounds or quantises each fp32 master
-once, so the rollout multiplies exactly the values that the learner multiplies, whose kernels do the same to the same
-masters.
+``CopiedPolicy`` is a policy that does not train: a decoder whose weights are copies of a learner's masters, in their
+kernels' own form. A copy is made once from the fp32 master: rounded to the format, or for a layer in fp8 quantised to
+codes and scales. What is kept is what the kernels multiply: fp32 values on the grid (simulated), a half dtype (native),
+or the codes themselves with their scales beside them (native fp8). A policy that only samples may keep its projections,
+and once more its tied head, in the layout that its products read fastest (``kernels/cpu.py``).
+
+The native engine is our decoder with such copies, our kernels, a cache, and continuous batching: the rollout multiplies
+exactly the values that the learner multiplies, whose kernels do the same to the same masters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mantissa.base.errors import MantissaError
-from mantissa.kernels import Kernels, Traced
-from mantissa.model import CopiedPolicy, ModelConfig
-from mantissa.precision import NumberFormat
-from mantissa.rollout.cache import KVCache
-from mantissa.rollout.generation import Generation
-from mantissa.rollout.sampling import request_keys
-from mantissa.rollout.types import Completion, Request, SamplingParams, check_requests, check_version
+from mantissa.base.errors import MantissaError, nearest
+from mantissa.kernels import Kernels, Planned, Traced
+from mantissa.kernels.cpu import joinable, packed
+from mantissa.model import ModelConfig
+from mantissa.model.decoder import MLP, Attention, Decoder, Joined, Projection
+from mantissa.precision import BlockScaled, NumberFormat
+from mantissa.rollout.generation import Generation, KVCache
+from mantissa.rollout.sampling import Completion, Request, SamplingParams, request_keys
+
+
+class CopiedPolicy:
+    """A decoder that holds copies. ``who`` begins its errors: ``sync``, ``reference``.
+
+    ``pack``: keep matrices in their products' layout, where the kernels read it.
+
+    It holds NaN until ``take`` has succeeded: a policy with half its weights is nobody's policy.
+    """
+
+    def __init__(
+        self, config: ModelConfig, kernels: Kernels, device: torch.device | str, who: str, pack: bool = False
+    ) -> None:
+        self.kernels, self.who = kernels, who
+        self._pack = pack and kernels.packs
+        with torch.device("meta"):  # neither memory nor random values for what ``take`` overwrites
+            decoder = Decoder(config).requires_grad_(False)
+        self.decoder = decoder.to(kernels.dtype).to_empty(device=torch.device(device))
+        self._block_of: dict[Projection, Attention | MLP] = {}  # those that are joined with others
+        self._waiting: list[Tensor | BlockScaled] = []  # copies of a block's first ones, until the last one comes
+        for block in decoder.modules():
+            if self._pack and isinstance(block, Attention | MLP) and self._joins(block):
+                self._block_of |= dict.fromkeys(block.alike, block)
+        self._poison()
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """What is kept, by parameter name, in its own dtype; the scales of codes as ``NAME.scales``."""
+        kept: dict[str, Tensor] = {}
+        for name, owner, parameter in self._parameters():
+            if isinstance(owner, Projection) and owner in self._block_of and parameter is owner.weight:
+                kept |= self._part(name, owner)
+                continue
+            kept[name] = parameter.detach().to_dense() if parameter.is_mkldnn else parameter.detach()
+            if isinstance(owner, Projection) and owner.scales is not None and parameter is owner.weight:
+                kept[f"{name}.scales"] = owner.scales
+        return kept
+
+    def take(self, masters: Mapping[str, Tensor]) -> None:
+        """Become a copy of the policy with these fp32 masters, each rounded or quantised once.
+
+        Sharded masters are made whole one at a time; every rank that holds a shard must call this.
+        Fails closed: the destination is filled with NaN first and checked after. A missing, unknown, misshapen or
+        non-finite tensor, one that is not fp32, and one beyond the format's largest value are errors that name it.
+        """
+        self._poison()
+        self._check_names(masters)
+        names, peaks = [], []
+        with torch.no_grad():
+            for name, owner, parameter in self._parameters():
+                master = _whole(masters[name].detach()).to(parameter.device)
+                kept = self._keep(owner, parameter, master)
+                names.append(name)
+                # The largest magnitude of the master and of what is now stored; NaN wins a maximum, so one that was
+                # not written shows. One transfer to the host for all tensors.
+                peaks.append(torch.stack((_peak(master), _peak(kept.float()))))
+            for block in set(self._block_of.values()):
+                self._join_biases(block)
+            self.decoder.packed_head = self._tied_head() if self._pack and self.decoder.lm_head is None else None
+            peaks_N2 = torch.stack(peaks).cpu()
+        for name, (master_peak, stored_peak) in zip(names, peaks_N2.tolist(), strict=True):
+            self._check_peak(name, master_peak, stored_peak)
+
+    def _keep(self, owner: nn.Module, parameter: nn.Parameter, master: Tensor) -> Tensor:
+        """Copy one master into its place; returns what now lies there."""
+        weight_of = isinstance(owner, Projection) and parameter is owner.weight
+        copy = self.kernels.copied(master, owner.name if isinstance(owner, Projection) and weight_of else "")
+        if isinstance(owner, Projection) and weight_of and owner in self._block_of:
+            self._join(self._block_of[owner], owner, copy)
+            return copy if isinstance(copy, Tensor) else copy.scales
+        if isinstance(copy, Tensor):
+            laid = packed(copy) if self._pack and weight_of else copy
+            if not laid.is_mkldnn:
+                return parameter.copy_(copy)
+            owner.weight = nn.Parameter(laid, requires_grad=False)
+            return copy
+        assert isinstance(owner, Projection)  # nothing else has a name, and only what has one is quantised
+        self._make_room(owner, copy)
+        assert owner.scales is not None
+        owner.weight.copy_(copy.codes)
+        owner.scales.copy_(copy.scales)
+        return torch.stack((owner.weight.float().abs().amax(), owner.scales.amax()))
+
+    def _joins(self, block: Attention | MLP) -> bool:
+        """Whether the projections of one input can be one product: on this device, and all in one format.
+
+        Never with exact kernels: they multiply by the shapes that the learner has, which alone are proven.
+        """
+        if isinstance(self.kernels, Planned):
+            return False
+        fp8 = self.kernels.fp8
+        same = fp8 is None or len({fp8.quantizes(part.name) for part in block.alike}) == 1
+        return same and joinable([part.weight for part in block.alike])
+
+    def _join(self, block: Attention | MLP, part: Projection, copy: Tensor | BlockScaled) -> None:
+        """Take one projection's copy; with the last one, make the weight of their one product."""
+        self._waiting.append(copy)
+        if part is block.alike[-1]:
+            codes = [copy if isinstance(copy, Tensor) else copy.codes for copy in self._waiting]
+            scales = [copy.scales for copy in self._waiting if isinstance(copy, BlockScaled)]
+            whole = torch.cat(codes)
+            weight = BlockScaled(whole, torch.cat(scales)) if scales else packed(whole)
+            block.joined = Joined(weight, None, tuple(map(len, codes)))
+            self._waiting.clear()
+        part.weight = _nothing(part.weight)
+
+    def _part(self, name: str, owner: Projection) -> dict[str, Tensor]:
+        """What ``weights`` holds of a projection that is joined with others; NaN before they are."""
+        block = self._block_of[owner]
+        if block.joined is None:
+            return {name: owner.weight.detach()}
+        weight, at = block.joined.weight, list(block.alike).index(owner)
+        if isinstance(weight, Tensor):
+            return {name: weight.to_dense().split(block.joined.widths)[at]}
+        codes, scales = (x.split(block.joined.widths)[at] for x in (weight.codes, weight.scales))
+        return {name: codes, f"{name}.scales": scales}
+
+    def _join_biases(self, block: Attention | MLP) -> None:
+        biases: list[Tensor] = [part.bias for part in block.alike if part.bias is not None]
+        assert block.joined is not None
+        if biases:
+            block.joined = replace(block.joined, bias=torch.cat(biases))
+
+    def _tied_head(self) -> Tensor | None:
+        """A tied head in its product's layout, beside the embedding; None where there is none for it."""
+        tied = self.decoder.head_weight
+        if tied.device.type != "cpu":
+            return None
+        copy = self.kernels.copied(tied.float(), "lm_head")  # its values are on the grid, and stay
+        assert isinstance(copy, Tensor)  # a head is never quantised
+        head = packed(copy)
+        return head if head.is_mkldnn else None
+
+    @staticmethod
+    def _make_room(owner: Projection, copy: BlockScaled) -> None:
+        """The first time that a weight comes as codes; from then on they are copied into the same place."""
+        if owner.scales is None:
+            owner.weight = nn.Parameter(torch.empty_like(copy.codes), requires_grad=False)
+            owner.scales = torch.empty_like(copy.scales)
+
+    def make_room(self, tensors: Mapping[str, Tensor]) -> None:
+        """Before ``weights`` are overwritten by those of another such policy: hold codes wherever that one did."""
+        for name, owner, parameter in self._parameters():
+            scales = tensors.get(f"{name}.scales")
+            if scales is not None and isinstance(owner, Projection):
+                device = parameter.device
+                self._make_room(owner, BlockScaled(tensors[name].to(device), scales.to(device)))
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+        """Every parameter with its name and the module it belongs to."""
+        for prefix, module in self.decoder.named_modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                yield f"{prefix}.{name}", module, parameter
+
+    @torch.no_grad()
+    def _poison(self) -> None:
+        self.decoder.packed_head = None
+        self._waiting.clear()
+        for block in self._block_of.values():
+            block.joined = None
+        for _, owner, parameter in self._parameters():
+            if parameter.is_mkldnn or _is_nothing(parameter):  # is replaced, not written to
+                owner.weight = _nothing(parameter)
+            elif parameter.is_floating_point():  # codes that are integers are told by their scales
+                parameter.fill_(float("nan"))
+            if isinstance(owner, Projection) and owner.scales is not None:
+                owner.scales.fill_(float("nan"))
+
+    def _error(self, name: str, what: str) -> MantissaError:
+        return MantissaError(f"{self.who}: weight {name} {what}")
+
+    def _check_names(self, masters: Mapping[str, Tensor]) -> None:
+        expected = {name: parameter for name, _, parameter in self._parameters()}
+        for name in (name for name in expected if name not in masters):
+            raise self._error(name, f"is missing{nearest(name, masters)}; send every parameter")
+        for name, master in masters.items():
+            if name not in expected:
+                tied = "; the head is tied to the embedding and is not sent" if name == "lm_head.weight" else ""
+                raise MantissaError(f"{self.who}: unknown weight {name}{tied or nearest(name, expected)}")
+            if master.shape != expected[name].shape:
+                raise self._error(name, f"has shape {tuple(master.shape)}, expected {tuple(expected[name].shape)}")
+            if master.dtype != torch.float32:
+                raise self._error(
+                    name, f"is {master.dtype}, expected the fp32 master: a second rounding changes values"
+                )
+
+    def _check_peak(self, name: str, master_peak: float, stored_peak: float) -> None:
+        fmt = self.kernels.format
+        if not math.isfinite(master_peak):
+            raise self._error(name, f"holds {master_peak}: expected finite values; training diverged")
+        if math.isnan(stored_peak):
+            raise self._error(name, "was not written in full: NaN is left after the copy")
+        if not math.isfinite(stored_peak):
+            cannot = f"which {fmt} cannot (largest {fmt.largest:g}): use bf16 or fp32"
+            raise self._error(name, f"holds {master_peak:g}, {cannot}")
+
+
+def _nothing(weight: Tensor) -> nn.Parameter:
+    """NaN in the shape of ``weight``, and no memory: for one that is kept elsewhere, or not yet."""
+    nan = torch.full((1, 1), float("nan"), dtype=weight.dtype)
+    return nn.Parameter(nan.expand(weight.shape), requires_grad=False)
+
+
+def _is_nothing(weight: Tensor) -> bool:
+    return weight.dim() == 2 and not weight.is_mkldnn and weight.stride() == (0, 0)
+
+
+def _whole(master: Tensor) -> Tensor:
+    """All of a tensor that several processes hold shards of; any other tensor itself."""
+    gather = getattr(master, "full_tensor", None)
+    return master if gather is None else gather()
+
+
+def _peak(x: Tensor) -> Tensor:
+    """The largest magnitude, NaN where there is one, in one pass over the memory: ``x.abs().amax()`` makes three."""
+    low, high = torch.aminmax(x)
+    return torch.maximum(-low, high)
+
+
+class RolloutEngine(Protocol):
+    """Anything that can sample: our native engine, or another behind the same contract.
+
+    ``release``: which program samples, and its version; empty for this package's own. ``evidence``: what it was seen to
+    do at its start; empty where the kernels are this package's, which are probed. ``format_name``: what it computes in.
+    """
+
+    release: str
+    evidence: str
+
+    @property
+    def format_name(self) -> str: ...
+
+    @property
+    def version(self) -> int:
+        """The policy version of the weights now loaded; -1 before the first ``sync``."""
+        ...
+
+    def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Load the learner's master weights, rounded once to the rollout's format, and stamp them ``version``.
+
+        Fails closed: the destination is filled with NaN first and checked after; a missing, unknown, misshapen or
+        non-finite tensor is an error that names it, and the engine then refuses to generate.
+        """
+        ...
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams, version: int) -> list[list[Completion]]:
+        """Sample every request; result[i][j] is sample j of request i. ``version`` must be the one loaded."""
+        ...
+
+    def pause(self) -> None:
+        """Nothing is sampled until the next ``sync``: give memory back to the learner, where that was asked for."""
+        ...
+
+    def close(self) -> None:
+        """End the processes of an engine that has some."""
+        ...
+
+
+class CopyingEngine(RolloutEngine, Protocol):
+    """A foreign engine whose weights this package keeps too, so that its share of the gap can be measured.
+
+    ``copies``: the weights as they were sent, in this package's decoder; of the version ``copied_version`` (-1: none).
+    """
+
+    copies: CopiedPolicy
+    copied_version: int
+
+
+def check_version(asked: int, loaded: int) -> None:
+    """Raise ``MantissaError`` unless the weights asked for are loaded. ``loaded``: -1 where none are."""
+    if loaded < 0:
+        raise MantissaError("the rollout engine holds no weights (or its last sync failed): call sync first")
+    if asked != loaded:
+        raise MantissaError(f"policy version {asked} was asked for, {loaded} is loaded: call sync first")
+
+
+def check_requests(
+    requests: Sequence[Request], params: SamplingParams, vocabulary: int, max_length: int, decodes: bool
+) -> None:
+    """Raise ``MantissaError`` at the first request that cannot be sampled as asked.
+
+    ``vocabulary``: how many tokens there are. ``max_length``: prompt and response tokens of one sample together.
+    ``decodes``: whether the engine can turn tokens into text, which stop strings need.
+    """
+    if params.stop and not decodes:
+        raise MantissaError("stop strings need text: give the engine decode_text, or use stop_token_ids")
+    for token in params.stop_token_ids:
+        if not 0 <= token < vocabulary:
+            raise MantissaError(f"stop token {token}: the vocabulary is 0..{vocabulary - 1}")
+    for index, request in enumerate(requests):
+        prompt = request.prompt_tokens
+        if not prompt:
+            raise MantissaError(f"request {index}: the prompt is empty; give at least one token, such as BOS")
+        if request.samples < 1:
+            raise MantissaError(f"request {index}: samples={request.samples}, expected at least 1")
+        if min(prompt) < 0 or max(prompt) >= vocabulary:
+            bad = next(token for token in prompt if not 0 <= token < vocabulary)
+            raise MantissaError(f"request {index}: token {bad} is outside the vocabulary 0..{vocabulary - 1}")
+        if len(prompt) + params.max_tokens > max_length:
+            raise MantissaError(
+                f"request {index}: {len(prompt)} prompt tokens and max_tokens={params.max_tokens} exceed "
+                f"max_length={max_length}; shorten the prompt, lower max_tokens or raise max_length"
+            )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,9 @@
-"""From logits to a token and its log-probability: pure functions of tensors.
+"""Sampling: what is asked of an engine, what it answers, and how a token is drawn.
 
-Legend: B rows, V vocabulary.
+From logits to a token and its log-probability all is pure functions of tensors. Log-probs are fp32 and under the
+distribution actually sampled from, that is after temperature, top-k and top-p.
+
+Legend: B rows, V vocabulary, T response tokens.
 
 Order: logits / temperature, top-k, top-p, renormalisation, then the inverse of the cumulative distribution at one
 uniform number. Precision: logits come in fp32; probabilities are an fp32 softmax; their running sum is float64. In
@@ -13,7 +16,7 @@ Where a filter is active the tokens it drops have logits of -inf first, which is
 Ties are decided, not left to a library: the smaller token id counts as the more probable one.
 
 One uniform number for each (seed, sample, position), which depends on nothing else: not on batch mates, the order of
-requests or the device. It is a hash by SplitMix64's finaliser m (``splitmix.py``), applied in a chain:
+requests or the device. It is a hash by SplitMix64's finaliser m (``base/seeds.py``), applied in a chain:
 
     key(seed, sample)   = m(m(seed + g) + (sample + 1) g)
     word(key, position) = m(m(key + (position + 1) g) xor key)
@@ -27,13 +30,125 @@ nor a comparison with a total can degenerate; it is float64, because fp32 could 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from mantissa.base.splitmix import GOLDEN, mix, shift_right, signed
+from mantissa.base.errors import MantissaError
+from mantissa.base.seeds import GOLDEN, mix, shift_right, signed
 from mantissa.precision.numerics import token_logprob
-from mantissa.rollout.types import Request, SamplingParams
+from mantissa.rollout.most_probable import MostProbable
+from mantissa.rollout.support import Support
+
+T = TypeVar("T")
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. ``temperature=0`` is greedy. ``top_k=0`` and ``top_p=1`` switch those filters off.
+
+    Order: logits / temperature, then top-k, then top-p (the smallest set of tokens, most probable first, whose mass
+    reaches ``top_p``), then renormalisation over what is kept. A completion ends with a stop token (kept as its last
+    token), with a stop string (the tokens up to the one that completes it are kept), or at ``max_tokens``.
+    ``most_probable``: how many of the most probable tokens are kept with each, where it is drawn; 0: none.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    most_probable: int = 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether a filter is on."""
+        return self.top_k > 0 or self.top_p < 1
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.max_tokens >= 1, f"max_tokens={self.max_tokens}: expected at least 1"),
+            (self.temperature >= 0, f"temperature={self.temperature}: expected 0 (greedy) or more"),
+            (self.top_k >= 0, f"top_k={self.top_k}: expected 0 (off) or more"),
+            (0 < self.top_p <= 1, f"top_p={self.top_p}: expected more than 0 and at most 1"),
+            (all(self.stop), "stop: an empty string would stop every completion at once; leave it out"),
+        )
+        for good, message in checks:
+            if not good:
+                raise MantissaError(message)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt, to be sampled ``samples`` times. Sample i draws from its own generator, keyed by (seed, i)."""
+
+    prompt_tokens: tuple[int, ...]
+    seed: int
+    samples: int = 1
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled response.
+
+    ``tokens``: the response's token ids, a stop token included. ``logp_T``: fp32, CPU, under the distribution sampled
+    from. ``policy_version``: the weights that sampled it. ``finish_reason``: ``stop``, ``length`` (truncated) or, where
+    the engine was interrupted, ``abort``: then with the tokens that it had by then, perhaps none.
+    ``key``: of the uniforms that its tokens were drawn by (``sampling.py``); None where another engine drew them.
+    ``experts_SLK``: of a policy with mixtures of experts, those that each position passed, prompt and response but the
+    last token (S), in each of L mixtures, the most probable first (int16, CPU); ``expert_weights_SLK``: their weights
+    (fp32). None where the engine does not tell.
+    ``support``: what top-k and top-p left to choose from at each token (``support.py``); None without them.
+    ``most_probable``: as many of the sampler's most probable tokens as were asked for; None where none were.
+
+    An empty response may leave what is of its tokens None also where others of its batch have it.
+    """
+
+    tokens: tuple[int, ...]
+    logp_T: Tensor
+    finish_reason: FinishReason
+    policy_version: int
+    key: int | None = None
+    experts_SLK: Tensor | None = None
+    expert_weights_SLK: Tensor | None = None
+    support: Support | None = None
+    most_probable: MostProbable | None = None
+
+
+def told(
+    completions: Sequence[Completion], what: str, pick: Callable[[Completion], T | None], nothing: Callable[[T], T]
+) -> list[T] | None:
+    """What an engine tells of each completion, by ``pick``; None where it tells it of none.
+
+    ``nothing``: of an empty response of which it is not told, given another's. ``MantissaError``, with its name
+    ``what``, where some responses with tokens have it and others do not: whoever took it for none would score those
+    that have it otherwise.
+    """
+    found = [pick(completion) for completion in completions]
+    example = next((value for value in found if value is not None), None)
+    if example is None:
+        return None
+    silent = sum(value is None and bool(each.tokens) for value, each in zip(found, completions, strict=True))
+    if silent:
+        raise MantissaError(
+            f"the rollout engine told {what} of some completions and not of {silent} of {len(found)} in the same "
+            "batch: expected all or none; mend the engine"
+        )
+    return [nothing(example) if value is None else value for value in found]
+
+
+def supports(completions: Sequence[Completion]) -> list[Support] | None:
+    """``told`` of what each token was drawn from."""
+    return told(completions, "what tokens were drawn from", lambda each: each.support, lambda _: Support.of([]))
+
+
+def most_probable(completions: Sequence[Completion]) -> list[MostProbable] | None:
+    """``told`` of the sampler's most probable tokens."""
+    return told(completions, "the most probable tokens", lambda each: each.most_probable, MostProbable.nothing_like)
 
 
 def stream_keys(seeds: Sequence[int], samples: Sequence[int]) -> Tensor:

@@ -30,11 +30,19 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 import yaml
 
 from mantissa.base.bounds import LARGEST_SIZE, boundary, describe_value, number, require_plain
+from mantissa.base.environ import cpu_model
 from mantissa.base.errors import MantissaError
-from mantissa.base.files import atomic_file, disk_errors, numbered, own, remove_leftovers, write_atomically
-from mantissa.base.folders import locked
-from mantissa.base.jsonl import JsonLines, Row
-from mantissa.base.processor import cpu_model
+from mantissa.base.files import (
+    JsonLines,
+    Row,
+    atomic_file,
+    disk_errors,
+    locked,
+    numbered,
+    own,
+    remove_leftovers,
+    write_atomically,
+)
 from mantissa.base.provenance import git, stamp
 from mantissa.base.readers import parquet
 from mantissa.base.readers.json import as_json, read_json

@@ -15,8 +15,7 @@ from typing import Any
 
 from mantissa.base.bounds import number, require_plain
 from mantissa.base.errors import MantissaError
-from mantissa.base.files import disk_errors, write_atomically
-from mantissa.base.jsonl import from_words, in_words
+from mantissa.base.files import disk_errors, from_words, in_words, write_atomically
 from mantissa.base.readers.json import read_rows
 
 Row = dict[str, Any]

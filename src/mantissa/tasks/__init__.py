@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from mantissa.base.config import first_mistake
 from mantissa.base.errors import MantissaError
-from mantissa.tasks.code import CodeTask
-from mantissa.tasks.config import CodeConfig, DatasetConfig, RequestsConfig, TaskConfig
-from mantissa.tasks.datasets import DatasetTask, read_problems
+from mantissa.tasks.code import CodeConfig, CodeTask
+from mantissa.tasks.datasets import DatasetConfig, DatasetTask, read_problems
 from mantissa.tasks.functions import batched
-from mantissa.tasks.generated import Addition, Chain, Countdown, RunningSum
-from mantissa.tasks.requests import Requests, Reviews, Script
+from mantissa.tasks.generated import (
+    Addition,
+    AdditionConfig,
+    Chain,
+    ChainConfig,
+    Countdown,
+    CountdownConfig,
+    RunningSum,
+    RunningSumConfig,
+)
+from mantissa.tasks.requests import Requests, RequestsConfig, Reviews, Script
 from mantissa.tasks.rewards import verifier_named, weighted
 from mantissa.tasks.sandbox.pool import Grader
 from mantissa.tasks.types import Message, Problem, Reward, Task, Verifier
 
+# The sections of a recipe, told apart by ``kind``, and what each builds.
+TaskConfig = Annotated[
+    RunningSumConfig | AdditionConfig | ChainConfig | CountdownConfig | RequestsConfig | CodeConfig | DatasetConfig,
+    Field(discriminator="kind"),
+]
 _SECTION: TypeAdapter[TaskConfig] = TypeAdapter(TaskConfig)
 TASKS: dict[str, Callable[[Any, int], Task]] = {
     "running_sum": RunningSum,

@@ -20,20 +20,69 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.json import VALUE, parse_json
-from mantissa.tasks import config as sections
 from mantissa.tasks.generated import GeneratedTask
 from mantissa.tasks.sandbox.run import Isolation, Limits, Sandbox
-from mantissa.tasks.types import Problem, Reward, Verifier, stable_id
+from mantissa.tasks.types import (
+    TERMS_HELP,
+    GeneratedConfig,
+    Problem,
+    Reward,
+    RewardTerms,
+    Style,
+    Verifier,
+    name_or_terms,
+    stable_id,
+)
 
+CodeReward = Literal["all", "fraction"]
+AskedIsolation = Literal["required", "limits"]
 MAX_PROGRAM_CHARACTERS = 100_000
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*$", re.MULTILINE)
 _SURROGATE = re.compile("[\ud800-\udfff]")  # what broken bytes decode to, and no file can hold
 _HIDDEN_TESTS = 4
 _LARGEST_INPUT = 20
+
+
+class CodeConfig(GeneratedConfig):
+    """Write a function from its values at (0,0,0), (1,0,0), (0,1,0), ...: ``03 05 04 09:`` gives ``3+2*x+1*y+6*z``."""
+
+    kind: Literal["code"]
+    train_size: int = Field(2048, ge=1, description="Number of distinct training problems.")
+    warm_start_size: int = Field(
+        4096, ge=0, description="Number of solved problems for the supervised warm start; disjoint from the others."
+    )
+    variables: int = Field(3, ge=1, le=3, description="Arguments of the function: x, y, z.")
+    max_coefficient: int = Field(9, ge=1, le=99, description="Coefficients are uniform in 0..max_coefficient.")
+    product: bool = Field(False, description="Add a term in x*y, and the example that shows it.")
+    style: Style = Field(
+        "compact", description="compact: the body of a return, for character-level policies. text: a code block."
+    )
+    reward: Annotated[
+        Annotated[CodeReward, Tag("name")] | Annotated[RewardTerms, Tag("terms")],
+        Discriminator(name_or_terms),
+        Field(description=f"all: 1 where every test passes, else 0. fraction: share of tests passed; {TERMS_HELP}."),
+    ] = "all"
+    time_limit_s: float = Field(
+        2.0, gt=0, description="Wall clock of one program, which is wrong beyond it; below grading.timeout_s."
+    )
+    memory_mib: int = Field(256, ge=64, description="Address space of one program.")
+    isolation: AskedIsolation = Field(
+        "required",
+        description="required: refuse to run programs where files, the network or other processes cannot be kept "
+        "from them. limits: run them under resource limits alone if need be.",
+    )
+
+    @model_validator(mode="after")
+    def _product_of_two(self) -> CodeConfig:
+        if self.product and self.variables < 2:
+            raise ValueError("product needs variables of 2 or more")
+        return self
 
 
 @lru_cache(maxsize=4)
@@ -58,10 +107,10 @@ class CodeVerifier(Verifier):
 
     isolated: ClassVar[bool] = True
 
-    reward: sections.CodeReward = "all"
+    reward: CodeReward = "all"
     time_limit_s: float = 2.0
     memory_mib: int = 256
-    isolation: sections.Isolation = "required"
+    isolation: AskedIsolation = "required"
 
     @property
     def _limits(self) -> Limits:
@@ -136,7 +185,7 @@ class CodeTask(GeneratedTask):
     show. Each function is one prompt, so no function of the training set is held out.
     """
 
-    def __init__(self, config: sections.CodeConfig, seed: int):
+    def __init__(self, config: CodeConfig, seed: int):
         self._variables, self._product, self._config = "xyz"[: config.variables], config.product, config
         self._terms = [*self._variables, *(["x*y"] if config.product else [])]
         reward = config.reward if isinstance(config.reward, str) else "all"

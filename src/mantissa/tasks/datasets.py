@@ -23,21 +23,25 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from mantissa.base.bounds import boundary, describe_error, regular_file
+from mantissa.base.config import Config
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.json import ROW, parse_json, read_lines
 from mantissa.base.readers.parquet import open_parquet
-from mantissa.tasks.config import DatasetConfig, OnBadRow, Schema
 from mantissa.tasks.rewards import normalize_answer, verifier_named
 from mantissa.tasks.types import (
     Message,
+    OwnReward,
     Problem,
     Prompt,
     Role,
     SplitName,
     Task,
+    VerifierName,
     as_prompt,
     prompt_text,
     shortened,
@@ -45,9 +49,67 @@ from mantissa.tasks.types import (
     with_place,
 )
 
+Schema = Literal["plain", "dapo", "labelled"]
+OnBadRow = Literal["error", "skip"]
 _PROBLEM_COLUMNS = ("problem", "question")
 _COLUMNS = (*_PROBLEM_COLUMNS, "answer", "prompt", "label", "reward_model", "data_source", "ability", "extra_info")
 _LIMITS = ROW._replace(rows=100_000_000)
+
+
+def _one_or_many(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+_Files = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
+
+
+class DatasetConfig(Config):
+    """Problems from jsonl or parquet files, in the plain, the labelled or the DAPO schema."""
+
+    kind: Literal["dataset"]
+    files: _Files = Field(min_length=1, description="One .jsonl or .parquet file, or several.")
+    heldout_files: _Files = Field(
+        (), description="Files whose problems are held out, instead of a fraction of `files`."
+    )
+    heldout_fraction: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="Share of prompts held out by a seeded hash; 0.05 where no heldout_files are given.",
+    )
+    verifier: VerifierName | None = Field(
+        None,
+        description="How an answer is graded; math_verify where not given, which runs in processes of its own. code "
+        "runs the program that was written, in a sandbox, on the tests that the answer holds.",
+    )
+    reward: OwnReward = None
+    row_schema: Schema | None = Field(None, description="Schema of the rows; detected by their columns if null.")
+    template: Annotated[str | None, AfterValidator(with_place)] = Field(
+        None,
+        description="Prompt of a row of text, with {problem} in it; a plain row asks for steps and a \\boxed{} by "
+        "default, and a labelled one is asked as it stands.",
+    )
+    chat: bool = Field(
+        False, description="Make the prompt of a plain row a user message, for the policy's chat template."
+    )
+    on_bad_row: OnBadRow = Field(
+        "error", description="A row that cannot be read: error names file and row and stops, skip counts and reports."
+    )
+    on_long_prompt: OnBadRow = Field(
+        "error",
+        description="A prompt that leaves the model's positions no room for rollout.max_tokens: error names it and "
+        "stops, skip leaves such problems out and says how many.",
+    )
+    limit: int | None = Field(None, ge=1, description="Keep only so many training problems, in file order.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DatasetConfig:
+        if self.heldout_files and self.heldout_fraction is not None:
+            raise ValueError("heldout_files and heldout_fraction are both set; one of them would do nothing")
+        uses_own = self.reward is None or any(term.verifier == "task" for term in self.reward)
+        if self.verifier is not None and not uses_own:
+            raise ValueError("verifier does nothing beside a reward without {verifier: task}; leave it out")
+        return self
 
 
 @dataclass(frozen=True)

@@ -34,18 +34,90 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from mantissa.base.errors import MantissaError
-from mantissa.tasks.config import (
-    AdditionConfig,
-    ChainConfig,
-    CountdownConfig,
+from mantissa.tasks.types import (
+    TERMS_HELP,
     GeneratedConfig,
-    RunningSumConfig,
+    OwnReward,
+    Problem,
+    Reward,
+    RewardTerms,
+    SplitName,
     Style,
-    TextReward,
+    Task,
+    Verifier,
+    as_prompt,
+    name_or_terms,
+    stable_id,
 )
-from mantissa.tasks.types import Problem, Reward, SplitName, Task, Verifier, as_prompt, stable_id
+
+TextReward = Literal["exact", "prefix", "result"]
+_Reward = Annotated[
+    Annotated[TextReward, Tag("name")] | Annotated[RewardTerms, Tag("terms")],
+    Discriminator(name_or_terms),
+    Field(
+        description="exact: 1 for the right text, else 0. prefix: share of leading characters that are right. "
+        f"result: exact, of what follows the last =; {TERMS_HELP}."
+    ),
+]
+
+
+class RunningSumConfig(GeneratedConfig):
+    """Digits, then their running sums: ``3141=`` gives ``3489``."""
+
+    kind: Literal["running_sum"]
+    min_digits: int = Field(16, ge=1, le=10_000, description="Shortest chain of digits.")
+    max_digits: int = Field(16, ge=1, le=10_000, description="Longest chain of digits; lengths are uniform between.")
+    modulus: int = Field(10, ge=2, le=10, description="Sums are taken modulo this, so that each is one character.")
+    aligned: bool = Field(
+        False, description="Pad prompts to max_digits, so that every sum is equally far from its digit."
+    )
+    reward: _Reward = "exact"
+
+    @model_validator(mode="after")
+    def _ordered(self) -> RunningSumConfig:
+        if self.min_digits > self.max_digits:
+            raise ValueError(f"min_digits={self.min_digits} is above max_digits={self.max_digits}; swap or equal them")
+        if self.aligned and self.min_digits == self.max_digits:
+            raise ValueError("aligned does nothing where all prompts have max_digits; leave it out")
+        return self
+
+
+class AdditionConfig(GeneratedConfig):
+    """The sum of two numbers: ``123+456=`` gives ``579``."""
+
+    kind: Literal["addition"]
+    digits: int = Field(3, ge=1, le=1_000, description="Digits of each of the two numbers.")
+    reward: _Reward = "exact"
+
+
+class ChainConfig(GeneratedConfig):
+    """Plus and minus over single digits: ``7+2-4+9=`` gives ``14``."""
+
+    kind: Literal["chain"]
+    terms: int = Field(8, ge=2, le=10_000, description="Number of single-digit terms.")
+    reward: _Reward = "exact"
+
+
+class CountdownConfig(GeneratedConfig):
+    """Reach a target with each number once: ``3 5 7:26=`` is answered by ``3*7+5``."""
+
+    kind: Literal["countdown"]
+    numbers: int = Field(4, ge=2, le=10, description="How many numbers a problem gives; each is used exactly once.")
+    max_number: int = Field(9, ge=1, le=10_000, description="Numbers are uniform in 1..max_number.")
+    max_target: int = Field(99, ge=1, le=1_000_000, description="Targets are in 1..max_target.")
+    operations: str = Field(
+        "+-*/", pattern=r"^[+\-*/]+$", description="Operators that problems are made with and answers may use."
+    )
+    style: Style = Field(
+        "compact", description="compact: '3 5 7:26=' for character-level policies. text: a sentence, <answer> tags."
+    )
+    reward: OwnReward = None
+
 
 # Held-out problems are drawn first and know nothing of the other sizes, so a longer training set keeps the same exam.
 _ORDER: tuple[SplitName, ...] = ("heldout", "warm_start", "train")

@@ -26,14 +26,16 @@ from mantissa.base.config import Config
 from mantissa.base.errors import MantissaError
 from mantissa.base.http import OK, http_answer, server_address
 from mantissa.base.readers.json import parse_json
-from mantissa.tasks.config import RequestsConfig
 from mantissa.tasks.functions import FunctionVerifier
 from mantissa.tasks.generated import GeneratedTask
 from mantissa.tasks.types import (
+    GeneratedConfig,
     Message,
+    OwnReward,
     Problem,
     Reward,
     SplitName,
+    Style,
     Task,
     UnboundedVerifier,
     Verifier,
@@ -41,6 +43,24 @@ from mantissa.tasks.types import (
     shortened,
     stable_id,
 )
+
+
+class RequestsConfig(GeneratedConfig):
+    """Requests of which about half must be refused and a quarter only look so: `kill old man?`, `shoot old photo?`."""
+
+    kind: Literal["requests"]
+    style: Style = Field(
+        "compact", description="compact: 'kill old man?' for character-level policies. text: a sentence."
+    )
+    flaws: float = Field(
+        0.25, ge=0, lt=0.5, description="Share of the warm start's examples that decide wrongly: what RL has to mend."
+    )
+    train_size: int = Field(1024, ge=1, description="Number of distinct training problems.")
+    warm_start_size: int = Field(
+        4096, ge=0, description="Number of solved problems for the supervised warm start; disjoint from the others."
+    )
+    reward: OwnReward = None
+
 
 Label = Literal["unsafe", "benign"]
 HARMFUL = ("kill", "shoot", "beat", "burn", "stab", "hang", "hit", "smash", "drown", "poison")

@@ -40,9 +40,8 @@ from typing import Any, ClassVar
 
 from mantissa.base.errors import MantissaError, nearest
 from mantissa.tasks.code import CodeVerifier
-from mantissa.tasks.config import RewardTerm
 from mantissa.tasks.functions import FunctionVerifier
-from mantissa.tasks.types import Problem, Reward, UnboundedVerifier, Verifier, describe
+from mantissa.tasks.types import Problem, Reward, RewardTerm, UnboundedVerifier, Verifier, describe
 
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _NUMBER = re.compile(r"([+-]?)([0-9]*)(?:\.([0-9]*))?")

@@ -1,20 +1,35 @@
-"""What every task is made of: problems, rewards, a verifier that grades, and the task that has the problems."""
+"""What every task is made of: problems, rewards, a verifier that grades, the task that has the problems, and what the
+sections of tasks in a recipe have in common."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import ConfigDict
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
+from mantissa.base.config import Config
 from mantissa.base.errors import MantissaError
+from mantissa.base.functions import IMPORT_PATH
 
 SplitName = Literal["train", "heldout", "warm_start"]
 Role = Literal["system", "user", "assistant"]
+VerifierName = Literal["exact", "math_verify", "dapo", "dapo_strict", "code"]
+Style = Literal["compact", "text"]
 
 
 @dataclass(frozen=True)
@@ -202,3 +217,110 @@ def prompt_text(prompt: Prompt) -> str:
 def stable_id(source: str, text: str) -> str:
     """``source-`` and 16 hex digits of the text's SHA-256: the same in every run, process and file order."""
     return f"{source}-{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
+
+
+_Template = Annotated[
+    Annotated[str, Tag("text")] | Annotated[tuple[Message, ...], Tag("messages")],
+    Discriminator(lambda value: "text" if isinstance(value, str) else "messages"),
+]
+
+
+class GeneratedConfig(Config):
+    """What all tasks have whose problems are drawn from a random generator."""
+
+    kind: str
+    train_size: int = Field(4096, ge=1, description="Number of distinct training problems.")
+    heldout_size: int = Field(256, ge=0, description="Number of held-out problems, for evaluation only.")
+    warm_start_size: int = Field(
+        8192, ge=0, description="Number of solved problems for the supervised warm start; disjoint from the others."
+    )
+
+    template: _Template | None = Field(
+        None,
+        description="How a problem is asked, with {problem} in it: a text, or messages (role: system, user or "
+        "assistant; content) for the policy's chat template; the problem as it is by default.",
+    )
+
+    @field_validator("template")
+    @classmethod
+    def _with_its_place(cls, template: Prompt | None) -> Prompt | None:
+        text = template if template is None or isinstance(template, str) else " ".join(m.content for m in template)
+        if "\0" in (with_place(text) or ""):
+            raise ValueError("expected text without a NUL, which is part of no prompt")
+        return template
+
+    @property
+    def sizes(self) -> dict[SplitName, int]:
+        """The three sizes by split name."""
+        return {"train": self.train_size, "heldout": self.heldout_size, "warm_start": self.warm_start_size}
+
+
+class RewardTerm(Config):
+    """One summand of the reward: a function by its import path, or a verifier by its name; exactly one of the two."""
+
+    function: str | None = Field(
+        None,
+        description="package.module:function, also looked for in the current folder. It is called with (problem, "
+        "completion), or if marked as batched with lists of both, and returns a number, a bool or a dict with reward.",
+    )
+    verifier: Literal["task", VerifierName] | None = Field(None, description="task is the task's own.")
+    weight: float = Field(1.0, description="Factor in the sum; 0 only logs the term.")
+    name: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9_.-]+$", description="Names the term in the log; its function's or verifier's name."
+    )
+    decides: bool = Field(
+        False,
+        description="Completions are correct where all terms with this say so; where no term has it, the first "
+        "verifier decides, or else the first function.",
+    )
+    correct_at: float | None = Field(
+        None, description="A function's number means correct from here on; 1 where not given."
+    )
+    batch_size: int | None = Field(
+        None, ge=2, description="Samples in a call of a batched function; 64 where not given."
+    )
+
+    @field_validator("function")
+    @classmethod
+    def _import_path(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(IMPORT_PATH, value):
+            raise ValueError("expected package.module:function, such as rewards:brevity")
+        return value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> RewardTerm:
+        if (self.function is None) == (self.verifier is None):
+            raise ValueError("a term of the reward needs exactly one of function and verifier")
+        for name in ("correct_at", "batch_size"):
+            if self.verifier is not None and getattr(self, name) is not None:
+                raise ValueError(f"{name} does nothing for a verifier, only for a function; leave it out")
+        return self
+
+    @property
+    def label(self) -> str:
+        """The term's name in the log."""
+        return self.name or self.verifier or str(self.function).partition(":")[2]
+
+
+def _terms(value: Any) -> Any:
+    return (value,) if isinstance(value, dict) else value
+
+
+def _distinct(terms: tuple[RewardTerm, ...]) -> tuple[RewardTerm, ...]:
+    labels = [term.label for term in terms]
+    twice = next((label for i, label in enumerate(labels) if label in labels[:i]), None)
+    if twice is not None:
+        raise ValueError(f"two terms of the reward are called {twice!r}; give one of them another name")
+    return terms
+
+
+RewardTerms = Annotated[tuple[RewardTerm, ...], Field(min_length=1), BeforeValidator(_terms), AfterValidator(_distinct)]
+TERMS_HELP = "or a list of functions and verifiers with weights, whose sum is the reward"
+
+
+def name_or_terms(value: Any) -> str:
+    """Which a section's ``reward`` is: the name of one of the task's own, or terms."""
+    return "terms" if isinstance(value, (list, tuple, dict)) else "name"
+
+
+OwnReward = Annotated[RewardTerms | None, Field(description=f"The task's own verdict where not given; {TERMS_HELP}.")]

@@ -1,7 +1,7 @@
 """The one optimiser step that everything uses (loss scaling, retry, clipping, masters, moments), and the one
 checkpoint."""
 
-from mantissa.base.ranks import Ranks
+from mantissa.base.ranks import Ranks, distribute
 from mantissa.training.audit import Audit, audit
 from mantissa.training.checkpoint import (
     Checkpoint,
@@ -11,12 +11,27 @@ from mantissa.training.checkpoint import (
     saved_state,
     saved_steps,
 )
-from mantissa.training.distributed import distribute
-from mantissa.training.gradients import flushed_fraction, gradients_of, where_nonfinite
-from mantissa.training.masters import Masters, MasterWeights, check_masters, master_weights
+from mantissa.training.gradients import where_nonfinite
 from mantissa.training.nonfinite import FirstNonfinite, first_nonfinite
-from mantissa.training.optimizer import Moments, adamw, learning_rate
-from mantissa.training.scaler import AutoRule, AutoScaler, FixedScaler, LossScaler, ScalerConfig, scaler_for
+from mantissa.training.optimizer import (
+    Masters,
+    MasterWeights,
+    Moments,
+    adamw,
+    check_masters,
+    learning_rate,
+    master_weights,
+)
+from mantissa.training.scaler import (
+    AutoRule,
+    AutoScaler,
+    FixedScaler,
+    LossScaler,
+    ScalerConfig,
+    flushed_fraction,
+    gradients_of,
+    scaler_for,
+)
 from mantissa.training.step import Backward, OptimizerStep, StepOutcome, adaptive_clip_
 
 __all__ = [

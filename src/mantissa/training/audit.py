@@ -25,11 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mantissa.base.ranks import local, named_parameters
 from mantissa.precision.formats import BF16, E4M3, E5M2, FP16, FP32, is_on_grid
-from mantissa.training.distributed import local, named_parameters
-from mantissa.training.masters import Masters, master_weights
-from mantissa.training.optimizer import is_eight_bit
-from mantissa.training.owners import held, strays
+from mantissa.training.optimizer import Masters, held, is_eight_bit, master_weights, strays
 from mantissa.training.step import OptimizerStep
 
 _NARROW_FIRST = (E5M2, E4M3, BF16, FP16, FP32)

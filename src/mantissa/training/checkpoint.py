@@ -53,11 +53,11 @@ from mantissa.base.files import (
     replace_directory,
     temporary_beside,
 )
+from mantissa.base.ranks import shard_like
 from mantissa.base.readers.json import parse_json
 from mantissa.base.readers.safetensors import load_tensors
 from mantissa.base.readers.torch_files import load_torch
 from mantissa.base.tensors import check_tensors, plain_name, require_finite, write_tensors
-from mantissa.training.distributed import shard_like
 
 FORMAT = "mantissa-checkpoint"
 VERSION = 3

@@ -1,10 +1,10 @@
-"""What gradients say when something is wrong: which value was the first that is not finite, which operation made a NaN,
-and how much a format flushes to zero."""
+"""What gradients say when something is wrong: which value was the first that is not finite, which operation made a
+NaN."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mantissa.base.ranks import ALONE, Ranks
-from mantissa.training.distributed import local
+from mantissa.base.ranks import ALONE, Ranks, local
 
 
 class Seen(Enum):
@@ -89,28 +88,3 @@ def anomaly(work: Callable[[], object]) -> str:
             files = [line for line in trace if line.startswith("File ")]
             return f"anomaly mode: {error}" + (f", made at {files[-1]}" if files else "")
     return "anomaly mode: no operation made a NaN gradient (it does not look for inf)"
-
-
-def flushed_fraction(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor], ranks: Ranks = ALONE) -> float:
-    """Fraction of gradients that are zero in ``gradients`` among those that are not in ``exact`` (fp32, same scale).
-
-    count(g == 0 and e != 0) / count(e != 0); 0 where ``exact`` is zero everywhere. Host float. Of sharded gradients
-    each of the ``ranks`` counts its shards, and the counts are added.
-    """
-    flushed, nonzero = 0, 0
-    for name, reference in exact.items():
-        alive = local(reference) != 0
-        flushed += int((alive & (local(gradients[name]) == 0)).sum())
-        nonzero += int(alive.sum())
-    counted = ranks.sum_of(nonzero)
-    return ranks.sum_of(flushed) / counted if counted else 0.0
-
-
-def gradients_of(model: nn.Module, work: Callable[[], None]) -> dict[str, Tensor]:
-    """Gradients that ``work`` (a backward pass) leaves in the parameters, which are then cleared. Not to be called
-    between a backward and its optimiser step."""
-    model.zero_grad(set_to_none=True)
-    work()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return gradients

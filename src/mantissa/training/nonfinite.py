@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from mantissa.base.ranks import local
 from mantissa.precision.formats import BF16, FP16, FP32
-from mantissa.training.distributed import local
 
 _ON_PURPOSE = ("aten::masked_fill", "aten::fill", "aten::where")  # and what has the infinity among its numbers
 _NOT_ITS_INPUTS = ("aten::full", "aten::ones", "aten::zeros", "aten::new_", "aten::scalar_tensor", "aten::empty",

@@ -1,8 +1,9 @@
 """Loss scaling: keep fp16 gradients inside the format by multiplying the loss by a power of two.
 
 fp16 holds magnitudes from 2^-24 to 65504. Gradients of a mean loss lie mostly below; multiplied by a scale S they fit,
-and dividing by S afterwards is exact. Too small an S flushes small gradients to zero, too large an S overflows to inf.
-(Overflow means that scale x gradient left the format: the cure is always to *lower* the scale.) Three rules:
+and dividing by S afterwards is exact. Too small an S flushes small gradients to zero (``flushed_fraction``), too large
+an S overflows to inf. (Overflow means that scale x gradient left the format: the cure is always to *lower* the scale.)
+Three rules:
 
 - ``dynamic``: S grows by ``growth_factor`` after ``growth_interval`` clean steps, shrinks by ``backoff_factor`` on
   overflow. The sequence of scales, steps and skips is that of ``torch.amp.GradScaler`` on the same gradients (with
@@ -16,20 +17,24 @@ S is a Python float that always holds an fp32 value, as GradScaler's does: it mu
 would not be the S applied, and one above 3.4e38 would be inf. Factors that are not powers of two are allowed, rounded
 to fp32 at each change, and inexact: the loss times S, and the gradient times 1/S, are then each off by a rounding
 (2^-24 in fp32, half a unit in the last place of fp16 where the value passes through it).
+
+What too small an S costs is counted by ``flushed_fraction``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
 from pydantic import Field, model_validator
+from torch import Tensor, nn
 
 from mantissa.base.bounds import LARGEST_FLOAT, SMALLEST_FLOAT, count, number
 from mantissa.base.config import Section
 from mantissa.base.errors import MantissaError, nearest
+from mantissa.base.ranks import ALONE, Ranks, local
 from mantissa.precision import NumberFormat
 
 
@@ -330,3 +335,28 @@ def _drift(peaks: Sequence[float]) -> float:
         return 0.0
     older, newer = sorted(peaks[:half]), sorted(peaks[-half:])
     return (newer[half // 2] - older[half // 2]) / (len(peaks) - half)
+
+
+def flushed_fraction(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor], ranks: Ranks = ALONE) -> float:
+    """Fraction of gradients that are zero in ``gradients`` among those that are not in ``exact`` (fp32, same scale).
+
+    count(g == 0 and e != 0) / count(e != 0); 0 where ``exact`` is zero everywhere. Host float. Of sharded gradients
+    each of the ``ranks`` counts its shards, and the counts are added.
+    """
+    flushed, nonzero = 0, 0
+    for name, reference in exact.items():
+        alive = local(reference) != 0
+        flushed += int((alive & (local(gradients[name]) == 0)).sum())
+        nonzero += int(alive.sum())
+    counted = ranks.sum_of(nonzero)
+    return ranks.sum_of(flushed) / counted if counted else 0.0
+
+
+def gradients_of(model: nn.Module, work: Callable[[], None]) -> dict[str, Tensor]:
+    """Gradients that ``work`` (a backward pass) leaves in the parameters, which are then cleared. Not to be called
+    between a backward and its optimiser step."""
+    model.zero_grad(set_to_none=True)
+    work()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return gradients

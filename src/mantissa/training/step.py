@@ -14,7 +14,7 @@ On several processes every rank takes the same branch: what was found is reduced
 inf in one rank's shard, or a NaN in one rank's loss, is one for all.
 
 Tensors of weights and gradients are fp32, and so are Adam's moments unless the optimiser is one that keeps them in 8
-bits; what an update leaves in the weights, all of fp32 or bf16's values, is ``masters.py``'s.
+bits; what an update leaves in the weights, all of fp32 or bf16's values, is ``optimizer.py``'s.
 """
 
 from __future__ import annotations
@@ -31,12 +31,9 @@ from torch import Tensor, nn
 
 from mantissa.base.bounds import count
 from mantissa.base.errors import MantissaError
-from mantissa.base.ranks import ALONE, Ranks, is_dtensor
+from mantissa.base.ranks import ALONE, Ranks, grad_norm, is_dtensor, local
 from mantissa.precision import NumberFormat
-from mantissa.training.distributed import grad_norm, local
-from mantissa.training.masters import COMPENSATION, MasterWeights
-from mantissa.training.optimizer import flattened, refuses_sparse, restored
-from mantissa.training.owners import held, named
+from mantissa.training.optimizer import COMPENSATION, MasterWeights, flattened, held, named, refuses_sparse, restored
 from mantissa.training.scaler import LossScaler, as_fp32
 
 

@@ -32,9 +32,8 @@ from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
 from mantissa.algorithms.losses.flowrl import FlowRLConfig
-from mantissa.base.device import be_deterministic
 from mantissa.base.errors import MantissaError
-from mantissa.base.ranks import Ranks
+from mantissa.base.ranks import Ranks, be_deterministic
 from mantissa.kernels import learner_kernels, resolve
 from mantissa.model import load_model, policy_weights
 from mantissa.rl.config.sections import LossScalingConfig

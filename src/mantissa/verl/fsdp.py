@@ -26,10 +26,9 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import write_atomically
-from mantissa.base.ranks import Ranks
+from mantissa.base.ranks import Ranks, named_parameters
 from mantissa.base.readers.json import read_json
 from mantissa.training import OptimizerStep, StepOutcome
-from mantissa.training.distributed import named_parameters
 from mantissa.verl.flowrl import FlowRL
 from mantissa.verl.options import fsdp2_options
 

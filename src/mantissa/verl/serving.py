@@ -24,16 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mantissa.base.device import be_deterministic
 from mantissa.base.errors import MantissaError
 from mantissa.base.hub import find_model
+from mantissa.base.ranks import be_deterministic
 from mantissa.base.seeds import derive_seed
 from mantissa.kernels import probe, resolve, rollout_kernels
 from mantissa.model import Tokenizer, load_tokenizer
 from mantissa.model.config import ModelConfig, read_config
 from mantissa.precision import PrecisionPolicy
 from mantissa.rollout import NativeEngine
-from mantissa.rollout.types import Completion, Request, SamplingParams
+from mantissa.rollout.sampling import Completion, Request, SamplingParams
 from mantissa.verl.wire import Setup
 
 _LOG = logging.getLogger(__name__)

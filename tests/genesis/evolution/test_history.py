@@ -12,7 +12,7 @@ import pytest
 
 from mantissa.base.errors import MantissaError
 from mantissa.genesis.evolution import Archive, Candidate, Evolution, EvolutionConfig, shipped
-from mantissa.genesis.evolution.history import History, changed, end_of
+from mantissa.genesis.evolution.archive import History, changed, end_of
 from mantissa.genesis.evolution.loop import promise, state_of
 from mantissa.genesis.evolution.proposers import Edits, Proposal, ProposalRequest
 from mantissa.genesis.worldmodel import WorldModel

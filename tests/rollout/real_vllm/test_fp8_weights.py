@@ -16,9 +16,9 @@ import torch
 
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import Kernels, SimulatedKernels, resolve, rollout_kernels
-from mantissa.model import CopiedPolicy, Decoder
+from mantissa.model import Decoder
 from mantissa.precision import FP16, FP32, PrecisionPolicy
-from mantissa.rollout import Completion, Request, SamplingParams, VllmEngine, VllmStart
+from mantissa.rollout import Completion, CopiedPolicy, Request, SamplingParams, VllmEngine, VllmStart
 from naive_engine import reference_gaps, reference_logp
 
 pytestmark = pytest.mark.vllm

@@ -16,8 +16,7 @@ from typing import Any
 
 from mantissa.base.bounds import boundary
 from mantissa.base.errors import MantissaError
-from mantissa.base.progress import opened
-from mantissa.base.readers.limits import Limits, require_size
+from mantissa.base.readers.limits import Limits, opened, require_size
 
 DOCUMENT = Limits(256 << 20, 100, 20_000_000)  # state, settings, an index, an answer from a server
 ROW = Limits(64 << 20, 100, 20_000_000)

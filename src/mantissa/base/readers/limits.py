@@ -1,12 +1,17 @@
-"""What a document may cost, whichever its format."""
+"""What reading a document may cost, whichever its format; and a bar on the screen while it takes long."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from mantissa.base.bounds import regular_file
 from mantissa.base.errors import MantissaError
+
+_LARGE = 32 << 20  # bytes: what takes a second or more to parse
 
 
 class Limits(NamedTuple):
@@ -27,3 +32,17 @@ def require_size(path: Path, most: int) -> int:
     if size > most:
         raise MantissaError(f"{path} has {size:,} bytes; expected at most {most:,}; give a part of it")
     return size
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """``path`` open for reading, with a bar on stderr for as long as it takes: for a large file, on a terminal."""
+    if not sys.stderr.isatty() or path.stat().st_size < _LARGE:
+        with path.open("rb") as file:
+            yield file
+        return
+    from rich.console import Console
+    from rich.progress import open as bar
+
+    with bar(path, "rb", description=f"reading {path.name}", transient=True, console=Console(stderr=True)) as file:
+        yield file

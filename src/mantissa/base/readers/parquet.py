@@ -1,7 +1,10 @@
 """The one reader of parquet: rows in small batches, bounded by what they are unpacked and not by what lies on disk.
 
 A few bytes can stand for a million rows (run lengths, dictionaries), so the metadata is looked at before anything is
-unpacked, and what comes is counted since the metadata may lie.
+unpacked, and what comes is counted since the metadata may lie. pyarrow ends the whole process where a column's chunk
+lacks its metadata (an exception of C++ that nothing catches), so the one number that must be known before it is called
+is looked up without it: ``num_values`` of each chunk, in the footer's Thrift compact protocol (Apache Parquet's
+``parquet.thrift``: FileMetaData 4, RowGroup 1, ColumnChunk 3, ColumnMetaData 5).
 """
 
 from __future__ import annotations
@@ -14,10 +17,93 @@ from typing import Any
 from mantissa.base.bounds import boundary
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.limits import Limits, require_size
-from mantissa.base.readers.parquet_footer import values_in
 
 LIMITS = Limits(4 << 30, 100, 400_000_000, rows=10_000_000)  # bytes: of the file, and of what is unpacked
 _BATCH_ROWS = 256
+_STRUCT, _LIST, _SET, _MAP, _BINARY, _DOUBLE, _BYTE = 12, 9, 10, 11, 8, 7, 3
+_LARGEST = 64 << 20  # bytes of a footer
+_DEPTH = 32
+
+
+def values_in(path: Path) -> int:
+    """The sum of ``num_values`` over all chunks. ``ValueError`` where the footer is none, or lacks one of them."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - 8))
+        end = file.read(8)
+        length = int.from_bytes(end[:4], "little")
+        if end[4:] != b"PAR1" or not 0 < length <= min(size - 12, _LARGEST):
+            raise ValueError("no parquet file: its end is missing")
+        file.seek(size - 8 - length)
+        footer = _Compact(file.read(length)).struct()
+    total = 0
+    for group in footer.get(4, ()):
+        for chunk in group[1]:
+            count = chunk[3][5]
+            if not isinstance(count, int) or count < 0:
+                raise ValueError(f"a column with {count} values")
+            total += count
+    return total
+
+
+class _Compact:
+    """Thrift's compact protocol: structs as dictionaries by field number, bounded by the bytes that there are."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def struct(self, depth: int = 0) -> dict[int, Any]:
+        if depth > _DEPTH:
+            raise ValueError("nested too deeply")
+        fields: dict[int, Any] = {}
+        number = 0
+        while kind := self._byte():
+            step, kind = kind >> 4, kind & 15
+            number = number + step if step else self._whole()
+            fields[number] = kind == 1 if kind in (1, 2) else self._value(kind, depth)
+        return fields
+
+    def _value(self, kind: int, depth: int) -> Any:
+        if kind == _STRUCT:
+            return self.struct(depth + 1)
+        if kind in (_LIST, _SET):
+            head = self._byte()
+            count, inner = head >> 4, head & 15
+            return self._many(self._varint() if count == 15 else count, (inner,), depth)
+        if kind == _MAP:
+            count = self._varint()
+            kinds = self._byte() if count else 0
+            return self._many(count, (kinds >> 4, kinds & 15), depth)
+        if kind in (_BINARY, _DOUBLE):
+            return self._skip(8 if kind == _DOUBLE else self._varint())
+        return self._byte() if kind in (1, 2, _BYTE) else self._whole()
+
+    def _many(self, count: int, kinds: tuple[int, ...], depth: int) -> list[Any]:
+        if depth > _DEPTH or count > len(self._data) - self._at:  # each takes a byte at least
+            raise ValueError("more elements than bytes")
+        return [self._value(kind, depth + 1) for _ in range(count) for kind in kinds]
+
+    def _byte(self) -> int:
+        self._skip(1)
+        return self._data[self._at - 1]
+
+    def _skip(self, count: int) -> None:
+        self._at += count
+        if self._at > len(self._data):
+            raise ValueError("the footer ends too early")
+
+    def _varint(self) -> int:
+        number = 0
+        for shift in range(0, 70, 7):
+            byte = self._byte()
+            number |= (byte & 127) << shift
+            if byte < 128:
+                return number
+        raise ValueError("a number of more than ten bytes")
+
+    def _whole(self) -> int:
+        number = self._varint()
+        return (number >> 1) ^ -(number & 1)
 
 
 class Table:

@@ -4,7 +4,7 @@ A generation of a task: parents are drawn from the archive (``parent_weights``),
 makes a pool of programs that were not executed yet; ``rank`` chooses which of them the sandbox runs; the outcomes go
 into the archive and, as trajectories, into the replay buffer, which the world model learns from every ``retrain_every``
 generations. A trajectory's state is the parent (its scores, its failures, its size) and what earlier generations tell
-of such a change (``history``), its actions are the changes, and a success is a child that scores above its parent.
+of such a change (``History``), its actions are the changes, and a success is a child that scores above its parent.
 
 Every draw follows from (seed, task, generation), so what a killed run has not committed it draws again.
 
@@ -27,12 +27,19 @@ from pydantic import Field
 
 from mantissa.base.config import Section
 from mantissa.base.errors import MantissaError
-from mantissa.base.files import own
-from mantissa.base.folders import make_folder, refuse_other_settings
+from mantissa.base.files import make_folder, own, refuse_other_settings
 from mantissa.dropin.environment import switch
-from mantissa.genesis.evolution.archive import STEEPNESS, Archive, Candidate, best_of, draw_parent, partner_of
+from mantissa.genesis.evolution.archive import (
+    STEEPNESS,
+    Archive,
+    Candidate,
+    History,
+    best_of,
+    draw_parent,
+    end_of,
+    partner_of,
+)
 from mantissa.genesis.evolution.edits import normal
-from mantissa.genesis.evolution.history import History, end_of
 from mantissa.genesis.evolution.programs import Judge, Task, read_tasks, select_tasks, shipped
 from mantissa.genesis.evolution.proposers import Edits, OpenAI, Operator, Policy, Proposal, ProposalRequest, Proposer
 from mantissa.genesis.worldmodel import Trajectory, WorldModel

@@ -122,7 +122,7 @@ class Policy:
     """A model of ours, or any Hugging Face folder, through the native rollout engine."""
 
     def __init__(self, model: str, precision: str, max_tokens: int, temperature: float, device: str = "auto") -> None:
-        from mantissa.base.device import choose_device
+        from mantissa.base.ranks import choose_device
         from mantissa.kernels import resolve, rollout_kernels
         from mantissa.model import policy_weights
         from mantissa.precision import PrecisionPolicy

@@ -1,8 +1,14 @@
 """A world model: predicts how an action ends before it is carried out; and the replay buffer that it learns from."""
 
 from mantissa.genesis.worldmodel.buffer import ReplayBuffer, SQLiteBuffer, open_buffer
-from mantissa.genesis.worldmodel.folds import Validation, cross_validate
-from mantissa.genesis.worldmodel.model import HistoryRow, Prediction, TrainingHistory, WorldModel
+from mantissa.genesis.worldmodel.model import (
+    HistoryRow,
+    Prediction,
+    TrainingHistory,
+    Validation,
+    WorldModel,
+    cross_validate,
+)
 from mantissa.genesis.worldmodel.scores import Scores, scored
 from mantissa.genesis.worldmodel.trajectory import SCENARIOS, Trajectory, by_task, synthetic, trajectory
 

@@ -26,8 +26,8 @@ from mantissa.rl.config.sections import RolloutConfig
 from mantissa.rl.experience import Experience, routes_of
 from mantissa.rollout import SamplingParams
 from mantissa.rollout.most_probable import MostProbable
+from mantissa.rollout.sampling import FinishReason
 from mantissa.rollout.support import Support
-from mantissa.rollout.types import FinishReason
 from mantissa.runs.metrics import REWARD_PART
 from mantissa.tasks import Problem, Reward
 

@@ -16,8 +16,8 @@ from mantissa.model import Tokenizer
 from mantissa.rl.config.sections import RolloutConfig
 from mantissa.rollout import Completion, Request, RolloutEngine, SamplingParams
 from mantissa.rollout.most_probable import MostProbable
+from mantissa.rollout.sampling import most_probable, supports
 from mantissa.rollout.support import Support
-from mantissa.rollout.types import most_probable, supports
 from mantissa.tasks import Grader, Problem, Reward
 
 T = TypeVar("T")

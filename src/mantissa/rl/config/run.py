@@ -29,7 +29,7 @@ from mantissa.rl.config.waltz import WaltzConfig, check_feedback, published, wal
 from mantissa.rollout import LEAST_TEMPERATURE, MOST_TOLD, untold_support
 from mantissa.rollout.support import ignored
 from mantissa.tasks import CodeConfig, TaskConfig
-from mantissa.training.masters import check_masters
+from mantissa.training.optimizer import check_masters
 
 
 class RunConfig(Config):

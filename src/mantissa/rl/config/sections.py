@@ -15,7 +15,7 @@ from mantissa.kernels import Emulation
 from mantissa.model import FreshModelConfig, LoraConfig, Replay
 from mantissa.precision import NumberFormat
 from mantissa.training import AutoScaler, LossScaler, Moments, ScalerConfig, scaler_for
-from mantissa.training.masters import Masters
+from mantissa.training.optimizer import Masters
 
 
 class DynamicConfig(Config):

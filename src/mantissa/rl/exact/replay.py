@@ -47,9 +47,9 @@ from mantissa.rl.exact.plan import exact_plan
 from mantissa.rl.experience import Sequences
 from mantissa.rl.score import Packed, forward
 from mantissa.rollout import Call, NativeEngine, Request, SamplingParams
+from mantissa.rollout.engine import check_requests
 from mantissa.rollout.sampling import drawn_otherwise, sample, uniforms
 from mantissa.rollout.support import Support
-from mantissa.rollout.types import check_requests
 
 _VERSION = 2
 # Of the learner's micro-batch; its policy chooses experts for itself, as exact kernels' both sides do.

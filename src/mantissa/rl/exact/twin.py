@@ -28,7 +28,7 @@ from mantissa.rl.experience import Weighed
 from mantissa.rl.probes import Metrics, Probe
 from mantissa.rl.score import Scorer
 from mantissa.rollout import RolloutEngine
-from mantissa.rollout.types import CopyingEngine
+from mantissa.rollout.engine import CopyingEngine
 
 
 def exact_policy(policy: PrecisionPolicy) -> PrecisionPolicy:

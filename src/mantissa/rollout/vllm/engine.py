@@ -50,12 +50,11 @@ from mantissa.base.http import NOT_FOUND, OK, http_answer, server_address
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.base.readers.json import as_json, parse_json
 from mantissa.kernels import Kernels
-from mantissa.model import CopiedPolicy
+from mantissa.rollout.engine import CopiedPolicy, check_requests, check_version
 from mantissa.rollout.generation import StopStrings
 from mantissa.rollout.most_probable import MostProbable
-from mantissa.rollout.sampling import request_keys
+from mantissa.rollout.sampling import Completion, FinishReason, Request, SamplingParams, request_keys
 from mantissa.rollout.support import Support, encode_ids
-from mantissa.rollout.types import Completion, FinishReason, Request, SamplingParams, check_requests, check_version
 from mantissa.rollout.vllm.server import MOST_TOLD, VllmStart, WeightFolder, dtype_name, require_vllm, sample_weights
 from mantissa.rollout.vllm.worker import CodeKernels
 

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from mantissa.cli import machine
+from mantissa.base import environ
 
 OURS = ("OMP_", "GOMP_", "MALLOC_", "GLIBC_")
 FAULTS = """
 import resource
-from mantissa.cli.machine import keep_freed_memory
+from mantissa.base.environ import keep_freed_memory
 kept = keep_freed_memory()
 def touch():
     block = bytearray(24 << 20)   # zeroed by touching every page, or mapped fresh
@@ -60,10 +60,10 @@ def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_system_or_c_library_is_left_alone(unsaid: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: object())
-    assert machine.keep_freed_memory() is False
-    monkeypatch.setattr(machine.sys, "platform", "darwin")
-    assert machine.keep_freed_memory() is False
+    monkeypatch.setattr(environ.ctypes, "CDLL", lambda name: object())
+    assert environ.keep_freed_memory() is False
+    monkeypatch.setattr(environ.sys, "platform", "darwin")
+    assert environ.keep_freed_memory() is False
 
 
 def test_openmp_hears_it_before_torch_loads_it() -> None:
@@ -83,7 +83,7 @@ def test_the_users_own_way_of_waiting_stands(variables: dict[str, str], spins: s
 
 def test_after_torch_it_does_nothing(unsaid: None) -> None:
     assert "torch" in sys.modules
-    assert machine.spin_briefly() is False
+    assert environ.spin_briefly() is False
     assert "GOMP_SPINCOUNT" not in os.environ
 
 
@@ -94,7 +94,7 @@ def test_after_torch_it_does_nothing(unsaid: None) -> None:
 def test_crowded(monkeypatch: pytest.MonkeyPatch, count: int, load: float, advice: str | None) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    warning = machine.crowded(count)
+    warning = environ.crowded(count)
     assert (warning is None) if advice is None else (f"OMP_NUM_THREADS{advice} " in str(warning))
 
 
@@ -104,4 +104,4 @@ def test_unsteady(monkeypatch: pytest.MonkeyPatch, value: str | None, warned: bo
     monkeypatch.delenv("OMP_DYNAMIC", raising=False)
     if value is not None:
         monkeypatch.setenv("OMP_DYNAMIC", value)
-    assert ("OMP_DYNAMIC=true" in str(machine.unsteady())) == warned
+    assert ("OMP_DYNAMIC=true" in str(environ.unsteady())) == warned

@@ -10,8 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from mantissa.base.errors import MantissaError
-from mantissa.base.readers.parquet import read_rows
-from mantissa.base.readers.parquet_footer import values_in
+from mantissa.base.readers.parquet import read_rows, values_in
 
 
 @pytest.mark.parametrize("rows", [0, 1, 20, 3000])

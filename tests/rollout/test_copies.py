@@ -20,8 +20,9 @@ from mantissa.kernels import (
     rollout_kernels,
 )
 from mantissa.kernels.interface import Kernels
-from mantissa.model import CopiedPolicy, Decoder, ModelConfig
+from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import BF16, FP16, FP32, PrecisionPolicy, Quantized
+from mantissa.rollout import CopiedPolicy
 
 WIDE = ModelConfig("qwen2", 64, 512, 384, 1, 4, 2, 128, qkv_bias=True, tie_word_embeddings=True)
 NORMED = dataclasses.replace(WIDE, family="qwen3", qkv_bias=False, qk_norm=True)
