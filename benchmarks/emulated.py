@@ -31,8 +31,8 @@ from mantissa.kernels import EmulatedKernels, Emulation, Kernels, SimulatedKerne
 from mantissa.model import policy_weights
 from mantissa.precision import PrecisionPolicy, format_named
 from mantissa.rl.adapters import open_policy, policy_folder
+from mantissa.rl.assemble import build_engine, emulated, on_vllm
 from mantissa.rl.config.sections import RolloutConfig
-from mantissa.rl.engines import build_engine, emulated, on_vllm
 from mantissa.rl.experience import Experience
 from mantissa.rl.score import Scorer
 from mantissa.rollout import Request, SamplingParams, VllmEngine

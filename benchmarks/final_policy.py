@@ -16,7 +16,7 @@ from pathlib import Path
 from rows import append
 
 from mantissa.rl.assemble import assemble
-from mantissa.rl.config.recipe import make_config
+from mantissa.rl.config.run import make_config
 from mantissa.runs.directory import RunDirectory
 
 SAMPLES = 32

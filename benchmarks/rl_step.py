@@ -28,9 +28,8 @@ from mantissa.base.environ import keep_freed_memory
 from mantissa.model import Decoder, FreshModelConfig, character_tokenizer, save_model
 from mantissa.rl import RunConfig, make_config
 from mantissa.rl.assemble import Parts, assemble
-from mantissa.rl.loop import open_source
 from mantissa.rl.run import Run
-from mantissa.rl.step import settle, take_step
+from mantissa.rl.step import open_source, settle, take_step
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live, Trackers
 from mantissa.tasks import Grader, Problem, Reward, Verifier

@@ -19,7 +19,7 @@ from typing import Any
 from rows import ROOT, append
 
 from mantissa.rl import load_recipe, start
-from mantissa.rl.config.recipe import apply_overrides, make_config, parse_yaml
+from mantissa.rl.config.run import apply_overrides, make_config, parse_yaml
 from mantissa.runs.directory import RunDirectory
 
 RECIPE = ROOT / "recipes" / "waltz.yaml"

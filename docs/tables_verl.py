@@ -21,7 +21,7 @@ def _verl_plan(engine: str, *features: str) -> Any:
     from mantissa.launch import LaunchOptions
     from mantissa.launch.export import export
     from mantissa.rl import make_config
-    from mantissa.rl.config.recipe import apply_overrides
+    from mantissa.rl.config.run import apply_overrides
 
     recipe = {
         "name": "table",

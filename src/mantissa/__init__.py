@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from mantissa.model import policy_weights
     from mantissa.precision import PrecisionPolicy
     from mantissa.rl import RunConfig, load_recipe, resume, start
-    from mantissa.rl.assemble import load_policy
+    from mantissa.rl.assemble import emulated, load_policy
     from mantissa.rl.config.sections import ModelSource
-    from mantissa.rl.engines import emulated
     from mantissa.rl.experience import Experience
     from mantissa.rl.score import forward, scatter, score
     from mantissa.rollout import NativeEngine, Request, SamplingParams

@@ -20,7 +20,7 @@ from mantissa.dropin.compat import ENVIRONMENT
 from mantissa.launch import LaunchOptions
 from mantissa.launch.facts import PRECISION_KEYS
 from mantissa.rl import make_config
-from mantissa.rl.config.recipe import apply_overrides
+from mantissa.rl.config.run import apply_overrides
 from mantissa.runs.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]

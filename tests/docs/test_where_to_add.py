@@ -139,7 +139,7 @@ class ToyEngine:
     )
     copy.edit("rl/config/sections.py", 'engine: Literal["native", "vllm", "emulated"]',
               'engine: Literal["native", "vllm", "emulated", "toy"]')  # fmt: skip
-    copy.edit("rl/engines.py", "    return NativeEngine(\n        model,",
+    copy.edit("rl/assemble.py", "    return NativeEngine(\n        model,",
               '    if rollout.engine == "toy":\n        from mantissa.rollout.toy import ToyEngine\n\n'
               "        return ToyEngine()\n    return NativeEngine(\n        model,")  # fmt: skip
     said = copy.train(engine="toy")

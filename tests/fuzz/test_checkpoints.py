@@ -22,8 +22,7 @@ from mantissa.dropin import PrecisionTrainer
 from mantissa.model import load_model
 from mantissa.rl import make_config
 from mantissa.rl.assemble import Parts, assemble
-from mantissa.rl.config.recipe import apply_overrides
-from mantissa.rl.config.run import RunConfig
+from mantissa.rl.config.run import RunConfig, apply_overrides
 from mantissa.rl.run import Run, restore
 from mantissa.rl.session import resume, start
 from mantissa.runs.directory import RunDirectory

@@ -21,7 +21,7 @@ from mantissa.model import Decoder, byte_tokenizer, load_model, load_tokenizer, 
 from mantissa.model.config import FreshModelConfig, parse_config
 from mantissa.rl import make_config
 from mantissa.rl.assemble import assemble
-from mantissa.rl.config.recipe import apply_overrides
+from mantissa.rl.config.run import apply_overrides
 from mantissa.runs.directory import RunDirectory
 from mantissa.tasks.datasets import read_problems
 from mantissa.training import Checkpoint, save_checkpoint

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from hostile import attempt, fuzz, sizes
 from mantissa.dropin import PrecisionTrainer
 from mantissa.dropin.compat import ExtendedFP16Config, FP16TrainingConfig
-from mantissa.rl.config.recipe import apply_overrides, load_recipe, make_config
-from mantissa.rl.config.run import RunConfig
+from mantissa.rl.config.run import RunConfig, apply_overrides, load_recipe, make_config
 from mantissa.training import ScalerConfig
 from toys import mlp
 

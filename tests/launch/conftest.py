@@ -11,7 +11,7 @@ import pytest
 from mantissa.launch import LaunchOptions, Plan
 from mantissa.launch.export import export
 from mantissa.rl import RunConfig, make_config
-from mantissa.rl.config.recipe import apply_overrides
+from mantissa.rl.config.run import apply_overrides
 
 RECIPE: dict[str, Any] = {
     "name": "launched",

@@ -18,8 +18,7 @@ from mantissa.base.seeds import stream_slice
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect.batch import Batch
 from mantissa.rl.collect.source import AsyncSource, SyncSource, shares
-from mantissa.rl.config.recipe import make_config
-from mantissa.rl.config.run import RunConfig
+from mantissa.rl.config.run import RunConfig, make_config
 from mantissa.rl.probes import Lag
 from mantissa.rl.session import resume
 from mantissa.runs.directory import RunDirectory

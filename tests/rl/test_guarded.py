@@ -11,7 +11,7 @@ import yaml
 from mantissa.base.errors import MantissaError
 from mantissa.guard import GuardConfig, GuardLog, noteworthy, replay
 from mantissa.rl import resume
-from mantissa.rl.config.recipe import widened
+from mantissa.rl.config.run import widened
 from mantissa.runs.directory import RunDirectory
 from small_run import configure, rows_of, stopped
 

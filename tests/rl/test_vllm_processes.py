@@ -24,8 +24,7 @@ from fake_vllm_server import FakeServer
 from mantissa.kernels import resolve
 from mantissa.model import Decoder
 from mantissa.rl import make_config
-from mantissa.rl.assemble import load_policy
-from mantissa.rl.engines import vllm_start
+from mantissa.rl.assemble import load_policy, vllm_start
 from mantissa.rollout.vllm.worker import digest
 from mantissa.runs.directory import RunDirectory
 from mantissa.tasks import build_task

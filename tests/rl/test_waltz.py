@@ -18,7 +18,7 @@ import small_run
 from mantissa.base.errors import MantissaError
 from mantissa.rl import RunConfig, make_config, resume, resumed_config, start, waltz
 from mantissa.rl.collect.sampler import Sample
-from mantissa.rl.config.recipe import apply_overrides
+from mantissa.rl.config.run import apply_overrides
 from mantissa.rl.config.waltz import feedback_config
 from mantissa.rl.waltz import Dialogue, Game, assemble_two, rates
 from mantissa.runs.compare_page import build_comparison

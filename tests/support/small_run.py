@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from mantissa.rl import RunConfig, make_config
-from mantissa.rl.config.recipe import apply_overrides
+from mantissa.rl.config.run import apply_overrides
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.metrics import deterministic
 

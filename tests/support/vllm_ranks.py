@@ -19,8 +19,8 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import Ranks
 from mantissa.kernels import resolve, rollout_kernels
 from mantissa.model import Decoder, ModelConfig
+from mantissa.model.decoder import place
 from mantissa.precision import FP32, PrecisionPolicy
-from mantissa.rl.placing import place
 from mantissa.rollout import NativeEngine, Request, SamplingParams, VllmEngine, VllmStart
 from mantissa.rollout.vllm.server import WeightFolder
 from naive_engine import reference_gaps

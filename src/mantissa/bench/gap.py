@@ -36,8 +36,8 @@ from mantissa.mismatch.metrics import gap_estimates
 from mantissa.model import Decoder, Tokenizer, policy_weights
 from mantissa.precision import SCHEMES, PrecisionPolicy
 from mantissa.rl.adapters import open_policy, policy_folder
+from mantissa.rl.assemble import build_engine, emulated, on_vllm
 from mantissa.rl.config.sections import RolloutConfig
-from mantissa.rl.engines import build_engine, emulated, on_vllm
 from mantissa.rl.exact.plan import exact_plan, prove
 from mantissa.rl.experience import Experience
 from mantissa.rl.score import Scorer

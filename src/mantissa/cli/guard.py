@@ -51,7 +51,7 @@ def guard(
     from mantissa.guard import GuardLog
     from mantissa.guard.config import read_rows
     from mantissa.guard.review import compared, described, guard_of, refuse_unjudged, rules
-    from mantissa.rl.config.recipe import apply_overrides
+    from mantissa.rl.config.run import apply_overrides
     from mantissa.runs.page import terminal
 
     folder = run.parent if run.is_file() else run

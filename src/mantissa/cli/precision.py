@@ -25,7 +25,7 @@ def precision(
     from mantissa.base.ranks import choose_device
     from mantissa.kernels import Emulation, cpu, resolve
     from mantissa.precision import PRESETS, PrecisionPolicy
-    from mantissa.rl.engines import emulated
+    from mantissa.rl.assemble import emulated
     from mantissa.rl.exact.plan import prove
     from mantissa.runs.live import precision_table
 

@@ -41,8 +41,7 @@ def serve(
     from mantissa.base.ranks import choose_device
     from mantissa.kernels import resolve
     from mantissa.rl import load_recipe
-    from mantissa.rl.assemble import load_policy
-    from mantissa.rl.engines import serve_engine
+    from mantissa.rl.assemble import load_policy, serve_engine
     from mantissa.tasks import build_task
 
     config = load_recipe(recipe, [*(overrides or []), "rollout.engine=vllm"])

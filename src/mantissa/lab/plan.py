@@ -44,8 +44,7 @@ from mantissa.base.errors import MantissaError, nearest
 from mantissa.base.provenance import git
 from mantissa.base.readers.yaml import read_yaml
 from mantissa.mismatch.tables import GAP_FIGURES
-from mantissa.rl.config.recipe import load_recipe, make_config
-from mantissa.rl.config.run import RunConfig
+from mantissa.rl.config.run import RunConfig, load_recipe, make_config
 from mantissa.runs.metrics import BY_NAME, REWARD_PART, SERIES
 
 MOST_CELLS = 400  # with their seeds

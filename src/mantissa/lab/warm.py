@@ -13,7 +13,7 @@ import sys  # noqa: E402
 from mantissa.base.errors import MantissaError  # noqa: E402
 from mantissa.model import save_model  # noqa: E402
 from mantissa.rl.assemble import assemble  # noqa: E402
-from mantissa.rl.config.recipe import load_recipe  # noqa: E402
+from mantissa.rl.config.run import load_recipe  # noqa: E402
 from mantissa.rl.warm_start import warm_start  # noqa: E402
 
 

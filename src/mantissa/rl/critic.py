@@ -24,8 +24,8 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import Ranks, shard_like, whole
 from mantissa.kernels import Kernels
 from mantissa.model import Decoder, policy_weights
+from mantissa.model.decoder import place
 from mantissa.rl.experience import Sequences, Weighed
-from mantissa.rl.placing import place
 from mantissa.rl.score import Forward, Packed, scatter, score
 from mantissa.training import LossScaler, OptimizerStep, StepOutcome, load_weights
 

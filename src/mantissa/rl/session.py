@@ -26,10 +26,9 @@ from mantissa.guard.watch import fall_back_of
 from mantissa.kernels import resolve
 from mantissa.kernels.cpu import CpuProducts
 from mantissa.rl.assemble import Parts, assemble
-from mantissa.rl.config.recipe import apply_overrides, make_config, widened
-from mantissa.rl.config.run import RunConfig
-from mantissa.rl.loop import go
+from mantissa.rl.config.run import RunConfig, apply_overrides, make_config, widened
 from mantissa.rl.run import Run
+from mantissa.rl.step import go
 from mantissa.runs.directory import Onlooker, RunDirectory, default_path, environment
 from mantissa.runs.health import share_sentence
 from mantissa.runs.live import Live, Trackers, from_names

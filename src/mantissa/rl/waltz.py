@@ -37,10 +37,9 @@ from mantissa.rl.collect.source import SyncSource
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.config.sections import RolloutConfig
 from mantissa.rl.config.waltz import feedback_config
-from mantissa.rl.loop import begin, export
 from mantissa.rl.run import Run, checkpoint_of, restore
 from mantissa.rl.session import KINDS, Kind, environment_of
-from mantissa.rl.step import Row, take_step
+from mantissa.rl.step import Row, begin, export, take_step
 from mantissa.rollout import NativeEngine, RolloutEngine
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live, Trackers

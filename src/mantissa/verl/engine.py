@@ -36,10 +36,10 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import Ranks, be_deterministic
 from mantissa.kernels import learner_kernels, resolve
 from mantissa.model import load_model, policy_weights
+from mantissa.model.decoder import place
 from mantissa.rl.config.sections import LossScalingConfig
 from mantissa.rl.exact.plan import exact_plan, prove
 from mantissa.rl.flow import Flow
-from mantissa.rl.placing import place
 from mantissa.rl.score import Entropies, Forward, forward
 from mantissa.training import Backward, OptimizerStep, adamw, master_weights, where_nonfinite
 from mantissa.verl.batch import Rows, by_temperature

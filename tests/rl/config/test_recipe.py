@@ -15,7 +15,7 @@ from mantissa.algorithms import AlgorithmConfig, GSPOConfig
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.yaml import Limits, parse_yaml
 from mantissa.rl import RunConfig, resumed_config
-from mantissa.rl.config.recipe import apply_overrides, load_recipe, make_config
+from mantissa.rl.config.run import apply_overrides, load_recipe, make_config
 from mantissa.rl.session import joined
 from mantissa.runs.directory import RunDirectory
 

@@ -18,7 +18,7 @@ import yaml
 
 import vllm_ranks
 from mantissa.rl import make_config
-from mantissa.rl.config.recipe import apply_overrides
+from mantissa.rl.config.run import apply_overrides
 from mantissa.rl.session import resume, start
 from mantissa.runs.directory import RunDirectory
 from processes import alive, descendants, free_port, until

@@ -12,7 +12,7 @@ import pytest
 
 from mantissa.mismatch.tables import ENGINE_METRICS
 from mantissa.rl import make_config
-from mantissa.rl.config.recipe import apply_overrides
+from mantissa.rl.config.run import apply_overrides
 from mantissa.rl.session import start
 from mantissa.runs.directory import RunDirectory
 from vllm_recipe import RECIPE
