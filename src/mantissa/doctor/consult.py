@@ -17,11 +17,11 @@ from mantissa.doctor.fillers import without
 from mantissa.doctor.layers import ByLayer, by_layer, layers_plot
 from mantissa.doctor.sides import Fed, Scores, Side, Weights, evenly_spaced
 from mantissa.doctor.substitution import Substitution, declared, hypotheses, substitute
+from mantissa.doctor.thresholds import NOTHING
 from mantissa.model import Decoder
 from mantissa.runs.page import Block, Heading, Plots, Sentence, Table
 
 SEQUENCES = 48  # of a dump are scored: shares are known well enough, and each costs some fifty forwards
-_NOTHING = 1e-5  # nats, root mean square of d
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def consult(
         scores, found, base = _substituted(whole, model, versions, dump, say, disputed_of)
     diagnosis = _of_samples(diagnosis, scores, base[1])
     if found is None:
-        kept = (*_without_model(diagnosis), words.not_looked_for(_NOTHING))
+        kept = (*_without_model(diagnosis), words.not_looked_for(NOTHING))
         return Consultation(replace(diagnosis, unknown=kept), None, None)
     taken = words.taken(found.tokens, found.units, str(found.learner), str(found.rollout))
     diagnosis = replace(diagnosis, causes=found.causes, unknown=(*_without_model(diagnosis), taken))
@@ -82,7 +82,7 @@ def _substituted(
     """
     scores = Scores(model, sequences, versions, say)
     base = declared(scores, dump.settings)
-    if float(np.sqrt(np.square(scores.d).mean())) < _NOTHING:
+    if float(np.sqrt(np.square(scores.d).mean())) < NOTHING:
         return scores, None, base
     tried = hypotheses(scores, *base, dump.settings) + (disputed() if disputed_of else [])
     if disputed_of or versions:

@@ -24,17 +24,14 @@ from mantissa.doctor.dump import Settings
 from mantissa.doctor.facts import coarser, facts
 from mantissa.doctor.sides import Fed, Scores, Side
 from mantissa.doctor.substitution import Hypothesis, Substitution
+from mantissa.doctor.thresholds import CLEAR, GIVEN_BACK, MOST, OTHER_SIDE, SURELY
 
 SEQUENCES = 10  # enough where one cause is most of a gap
-_MOST = 0.5  # of sum d^2
-_SURE = 0.8
-_SURELY = 1e-6  # probability of samples so low in a whole law
 # Of which the kind or the place alone is known.
 _OPEN = ("weights", "prompt", "too_large", "nondeterministic", "position", "onset", "padding", "first_token",
          "soft_cap")  # fmt: skip
 _MOVED = (-3, -2, -1, 1, 2, 3)
 _THETAS = (100.0, 10.0, 0.1, 0.01)
-_GIVEN_BACK = 0.1  # of the squared error that the declared side leaves of the saved log-probs
 # What a hypothesis changes. What needs no forward comes before all, and of a fault what is likeliest.
 _HEADS = ("temperature", "cap", "kept", "top_k", "logits")
 _ORDER = ("prompt", "moved", "theta", "cache", "format", "habits")
@@ -79,7 +76,7 @@ def comes_back(scores: Scores, base: tuple[Side, Side], settings: Settings) -> C
         left[name] = float(np.sqrt(np.square(apart).mean()))
     best: Which = min(named, key=lambda name: left[name])
     other = next(name for name in named if name != best)
-    return Comes(best if left[best] <= usual and left[other] > 3 * left[best] else None, left)
+    return Comes(best if left[best] <= usual and left[other] > OTHER_SIDE * left[best] else None, left)
 
 
 def until_given_back(
@@ -97,7 +94,7 @@ def until_given_back(
     for number, (each, side) in enumerate(left, start=1):
         saved, now, then = getattr(scores, each.which), scores(sides[each.which]), scores(side)
         before, after = (np.where(np.isfinite(own), saved - own, saved) for own in (now, then))
-        if np.square(after).sum() < _GIVEN_BACK * np.square(before).sum():
+        if np.square(after).sum() < GIVEN_BACK * np.square(before).sum():
             return [each for each, _ in left[:number]]
     return [each for each, _ in left]
 
@@ -107,7 +104,7 @@ def cut_samples(scores: Scores, side: Side) -> float | None:
     above, own = scores.above(replace(side, top_k=0, top_p=1.0, kept=False))
     value = above + np.random.default_rng(0).random(len(own)) * own
     largest = float(value.max(initial=0.0))
-    return largest if len(value) and len(value) * np.log(max(largest, 1e-300)) < np.log(_SURELY) else None
+    return largest if len(value) and len(value) * np.log(max(largest, 1e-300)) < np.log(SURELY) else None
 
 
 def decided(diagnosis: Diagnosis, found: Substitution, comes: Comes) -> Diagnosis:
@@ -115,7 +112,7 @@ def decided(diagnosis: Diagnosis, found: Substitution, comes: Comes) -> Diagnosi
     rest = (CauseKind.UNEXPLAINED, CauseKind.ROUNDING)
     causes = [each for each in found.causes if each.kind not in rest]
     first = max(causes, key=lambda each: each.share, default=None)
-    if first is not None and first.share >= _MOST and (is_open(diagnosis) or first.fault):
+    if first is not None and first.share >= MOST and (is_open(diagnosis) or first.fault):
         return replace(diagnosis, verdict=Verdict.FAULT, basis=Basis.CAUSE, headline=words.by_cause(first),
                        remedies=first.remedies, decided=first, side=first.side)  # fmt: skip
     if comes.which is None or not is_open(diagnosis):
@@ -130,7 +127,7 @@ def sure(found: Substitution) -> bool:
     """Whether one cause is so much of the gap that more sequences would not change it."""
     known = (each for each in found.causes if each.kind is not CauseKind.UNEXPLAINED)
     best = max(known, key=lambda each: each.share, default=None)
-    return best is not None and best.share >= _SURE and best.low >= _MOST
+    return best is not None and best.share >= CLEAR and best.low >= MOST
 
 
 def fewer(sequences: Sequence[Any], count: int = SEQUENCES) -> list[Any]:

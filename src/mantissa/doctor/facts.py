@@ -35,13 +35,14 @@ class Mixture(_Row):
 
 
 class Fault(_Row):
-    """A signature's words. ``remedies``: the most fitting first. ``decide``: what tells apart the causes that
-    log-probs cannot, empty where there is one."""
+    """A signature. ``remedies``: the most fitting first. ``decide``: what tells apart the causes that log-probs
+    cannot, empty where there is one. ``bounds``: of its test, by the names that the test has for them."""
 
     title: str
     means: str
     remedies: tuple[str, ...]
     decide: str = ""
+    bounds: dict[str, int | float | tuple[int | float, ...]] = {}
 
 
 class OfModel(_Row):

@@ -18,14 +18,7 @@ import numpy as np
 from mantissa.doctor import changes, kinds, places, rules, shape, values
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence, Test, untested
-from mantissa.doctor.sample import FEWEST, LEVEL
-
-ENOUGH = 0.5  # of sum d^2: what explains less is no verdict
-PARTLY = 0.2  # enough where the whole is of a healthy size, and a part of it is not
-_AS_MUCH = 0.1  # shares that are so near are alike
-LITTLE = 0.25  # of sum d^2: the first of two faults may explain so little
-_TOGETHER = 0.65  # and both together so much
-_SECOND = 0.02  # of sum d^2, that a second fault must hold at least
+from mantissa.doctor.thresholds import AS_MUCH, ENOUGH, FAR, FEWEST, LEVEL, LITTLE, PARTLY, SECOND, TOGETHER
 
 SIGNATURES: dict[str, Test] = {
     "not_logprobs": values.not_logprobs,
@@ -125,7 +118,7 @@ def causes(evidence: Evidence, every: Sequence[Finding]) -> list[Finding]:
         return exact[:1]
     second, part = _second(evidence, first)
     found = [*exact, first, *([second] if second is not None else [])]
-    enough = cause_of(every) is not None or first.share + part >= _TOGETHER
+    enough = cause_of(every) is not None or first.share + part >= TOGETHER
     return found[:2] if enough else exact
 
 
@@ -135,13 +128,13 @@ def _second(evidence: Evidence, first: Finding) -> tuple[Finding | None, float]:
     left = Evidence.of(after, usual)
     if first.name not in _PLACES and len(left.clean.telling.u):
         # What a law leaves is larger than noise, and no second fault.
-        left = Evidence.of(after, max(usual, 4 * float(np.median(np.abs(left.clean.telling.u)))))
+        left = Evidence.of(after, max(usual, FAR * float(np.median(np.abs(left.clean.telling.u)))))
     second = cause_of(findings(left))
     if second is None or second.name not in _PLACES or second.name == first.name:
         return None, 0.0
     total = max(float(np.square(evidence.clean.d).sum()), 1e-30)
     part = second.share * float(np.square(left.clean.d).sum()) / total
-    return (replace(second, share=part), part) if part > _SECOND else (None, 0.0)
+    return (replace(second, share=part), part) if part > SECOND else (None, 0.0)
 
 
 def _law_and_place(whole: Evidence) -> list[Finding]:
@@ -159,7 +152,7 @@ def _law_and_place(whole: Evidence) -> list[Finding]:
     medians = np.array([np.median(t.d[where == part]) if (where == part).any() else 0.0 for part in range(20)])
     flat = replace(whole, clean=replace(t, y=t.x + t.d - medians[where]))
     quiet = float(np.median(np.abs(flat.clean.telling.u)))
-    found = kinds.some_sequences(replace(flat, usual=max(usual, 4 * quiet)), len(SIGNATURES))
+    found = kinds.some_sequences(replace(flat, usual=max(usual, FAR * quiet)), len(SIGNATURES))
     if found.p > LEVEL / len(SIGNATURES) or found.rest is None:
         return []
     odd = np.unique(t.sequence[np.isnan(found.rest)])
@@ -187,4 +180,4 @@ def cause_of(every: Sequence[Finding], least: float = ENOUGH) -> Finding | None:
     if not named:
         return None
     most = max(each.share for each in named)
-    return next(each for each in named if each.share >= most - _AS_MUCH)
+    return next(each for each in named if each.share >= most - AS_MUCH)
