@@ -13,11 +13,11 @@ from mantissa.doctor import words
 from mantissa.doctor.diagnosis import Basis, Diagnosis, Finding, Verdict
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence
-from mantissa.doctor.facts import Usual, coarser, facts, usual
+from mantissa.doctor.facts import Usual, coarser, facts, part, usual
 from mantissa.doctor.kinds import seen_in_a_quarter
-from mantissa.doctor.routers import BY_ROUTERS, Flights, flights, may_be
+from mantissa.doctor.routers import Flights, flights, may_be
 from mantissa.doctor.sample import Tokens, different
-from mantissa.doctor.signatures import SHAPES, causes, findings
+from mantissa.doctor.signatures import causes, findings
 from mantissa.doctor.thresholds import (
     ALIKE,
     BLIND,
@@ -31,8 +31,6 @@ from mantissa.doctor.thresholds import (
     of,
 )
 
-_BY_SIZE = {"experts": 2.0, "single_tokens": 2.0, "half_logits": 1.0}  # remarks up to so many times what is usual
-
 
 def examine(dump: Dump) -> Diagnosis:
     """Diagnose a dump from its numbers alone.
@@ -44,8 +42,10 @@ def examine(dump: Dump) -> Diagnosis:
     found = _examined(evidence)
     faults = [each for each in (found.fault, found.second) if each is not None]
     named = {each.name for each in faults}
+    few = tuple(name for name, row in facts().faults.items() if "few" in row.verdict.routers)
     dense = dump.settings.experts is False and not dump.routed
-    if dense or not len(evidence.clean.x) or not named <= {*BY_ROUTERS, *SHAPES, "too_large"}:
+    whole = all(name in few or part(name).of in ("shape", "size") for name in named)
+    if dense or not len(evidence.clean.x) or not whole:
         return found
     flown = flights(evidence)
     if flown is None:
@@ -56,11 +56,11 @@ def examine(dump: Dump) -> Diagnosis:
         perhaps = may_be(flown, faults) and (flown.within or unlike) and (said or flown.single)
         return _unexplained(found, flown, said) if perhaps else found
     if not said:
-        return _unexplained(found, flown, said) if flown.fly and named & {*BY_ROUTERS, "too_large"} else found
+        return _unexplained(found, flown, said) if flown.fly and named & {*few, "too_large"} else found
     if not named and not flown.fly:
         return found
     quiet = evidence.after(np.where(flown.where, np.nan, evidence.clean.d))
-    others = _examined(Evidence.of(quiet, evidence.usual), BY_ROUTERS)
+    others = _examined(Evidence.of(quiet, evidence.usual), few)
     if others.verdict is Verdict.HEALTHY:
         size = next(each.detectable for each in others.findings if each.name == "too_large")
         beyond = words.beyond(flown.beyond, flown.count)
@@ -89,9 +89,10 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
     size = next(finding for finding in every if finding.name == "too_large")
     large = [each for each in every if each.found and each.name == "too_large"]
     curve = max((each.share for each in every if each.name in ("temperature", "soft_cap") and each.tested), default=0.0)
-    shapes = [each for each in every if each.found and each.name in SHAPES and curve < CURVE]
+    shapes = [each for each in every if each.found and part(each.name).of == "shape" and curve < CURVE]
     # Remarks, where the whole gap is healthy; a mixture's few tokens may make it somewhat larger.
-    remarks = [name for name, most in _BY_SIZE.items() if not large and figures["u_rms"] <= most * expected.bound]
+    most = {each.name: part(each.name).remark * expected.bound for each in every}
+    remarks = [name for name in most if not large and most[name] and figures["u_rms"] <= most[name]]
     named = causes(evidence, [each for each in every if each.name not in remarks])
     named = [each for each in named if each.name not in without]
     if named and named[0].name == "some_sequences" and shapes and shapes[0].name == "prompt":
@@ -105,7 +106,7 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
     table, fault, why = facts().faults, named[0] if named else None, None
     if fault is not None:
         verdict, basis = Verdict.FAULT, Basis.FINDINGS
-        headline = words.faults(named, [not e.exact and e.name not in SHAPES and e.share > 0 for e in named])
+        headline = words.faults(named, [not e.exact and part(e.name).of != "shape" and e.share > 0 for e in named])
     elif large:
         fault, verdict, basis = large[0], Verdict.LARGE, Basis.SIZE
         headline = words.too_large(figures, expected.bound, _best(every))
@@ -153,7 +154,7 @@ def _remarks(every: Sequence[Finding], causing: Sequence[Finding], large: bool) 
     """Habits and places that were found and are not the cause, with what they explain."""
     names = {each.name for each in causing}
     kept = [each for each in every if each.found and each.name not in names and each.name != "too_large"]
-    habits = [each for each in kept if each.name in ("half_logits", "coarse_logprobs") or not large]
+    habits = [each for each in kept if part(each.name).rounding or not large]
     habits = [each for each in habits if not causing or each.share >= WORTH]
     return tuple(words.remark(each) for each in habits)
 
@@ -164,7 +165,7 @@ def _left_out(
     """What was not compared, where no finding says it, and what the compared tokens are."""
     if not e.filled.fillers:
         return ()
-    told = any(each.name in ("unscored", "end_token", "cut_off") for each in causing)
+    told = any(part(each.name).left_out for each in causing)
     left_out = () if told else tuple(f"not compared: {each}" for each in e.filled.fillers)
     return (*left_out, words.others(figures, expected.bound))
 

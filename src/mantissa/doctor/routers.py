@@ -24,21 +24,11 @@ import numpy as np
 
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence
-from mantissa.doctor.facts import facts
+from mantissa.doctor.facts import facts, part
 from mantissa.doctor.kinds import tokens_fly
 from mantissa.doctor.sample import Array
 from mantissa.doctor.thresholds import AT_A_PLACE, AT_THE_USUAL, FAR, MEDIAN, MOST_FLY, RULE, THROUGHOUT
 
-# Not told from flights.
-BY_ROUTERS = ("experts", "single_tokens", "some_sequences", "position", "prompt", "onset", "nondeterministic")
-_BY_MANY = (
-    "experts",
-    "single_tokens",
-    "some_sequences",
-    "position",
-    "nondeterministic",
-    "too_large",
-)  # nor from many: no place is there
 _KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -87,7 +77,7 @@ def flights(e: Evidence) -> Flights | None:
 def may_be(flown: Flights, found: Sequence[Finding]) -> bool:
     """Whether routers may have made what was found, more flights than a mixture is known to have. They know nothing of
     a sequence's number: where those of one rank or one block differ, it is something else."""
-    return bool(found) and all(each.name in _BY_MANY and not each.by_number for each in found)
+    return bool(found) and all("many" in part(each.name).routers and not each.by_number for each in found)
 
 
 def routes(config: Any) -> bool | None:
