@@ -67,7 +67,7 @@ DECIDED: dict[str, tuple[CauseKind, dict[str, Any]]] = {
     "BOS missing": (CauseKind.PROMPT, {"prompt": Fed.NO_FIRST}),
     "prompt cut in half": (CauseKind.PROMPT, {"prompt": Fed.NO_FIRST_HALF}),
     "responses' positions moved by 3": (CauseKind.POSITIONS, {"moved": 3}),
-    "rope theta 100 times": (CauseKind.ROPE, {"theta": 100.0}),
+    "rope theta 100 times": (CauseKind.ROPE, {"theta": 100.0, "what": "100 times as large"}),
 }
 AT_FAULT = {
     "dropout left on": ("too_large",),

@@ -242,6 +242,14 @@ def test_every_signature_has_its_words_and_every_remedy_is_known() -> None:
     assert used | causes == set(table.remedies)
 
 
+def test_every_bound_of_a_signature_is_read() -> None:
+    """By its name in the row: what nothing reads decides nothing."""
+    code = "".join(path.read_text() for path in Path(mantissa.doctor.__file__).parent.glob("*.py"))
+    bounds = {name for fault in facts.facts().faults.values() for name in fault.bounds}
+    assert len(bounds) > 60
+    assert not {name for name in bounds if f".{name}" not in code}
+
+
 def test_the_doctor_does_not_know_the_faults_it_is_tried_on() -> None:
     for path in Path(mantissa.doctor.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

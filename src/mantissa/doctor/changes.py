@@ -12,21 +12,11 @@ import numpy as np
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence, claimed, untested
 from mantissa.doctor.kinds import tokens_fly
-from mantissa.doctor.sample import CERTAIN, FEWEST, Array
+from mantissa.doctor.sample import Array
+from mantissa.doctor.thresholds import CAP, CERTAIN, FEWEST, MATTERS, of
 
-_SHIFTS, _CONTROLS = (-2, -1, 1, 2), (-6, -5, 5, 6)  # the second say how often chance does it
-_CAP = 5.0  # of |u| where only agreement counts
-_TAIL = 4  # tokens, at least, on either side of a change
-_BETTER = 4.0  # times as well, by the median, the moved sides agree
-_BETWEEN = 5  # tokens, at most, from the first that differs to where the moved sides agree
-_TIMES, _CLEARLY = 4.0, 8.0  # the larger size over the smaller; where single tokens fly
-_TOGETHER = 0.5  # correlation of both sides' log-probs: weights near one another give it
-_SPREAD = 0.12  # standard deviation, of a sequence's length, of the places: else they are of a position
 _MOST = 600  # sequences that are looked at
 _DRAWS = 40  # orders of each sequence's tokens, that say what chance gives
-_STEP = 2.0  # standard errors, of a sequence's own step
-_MATTERS = 0.1  # of the usual bound: a larger part below it is rounding that fell otherwise
-_LONG = 12  # tokens of a sequence in which a step is looked for
 
 
 # tokens that were encoded again
@@ -47,25 +37,25 @@ def moved_from(e: Evidence, tests: int) -> Finding:
     """
     from scipy.special import bdtrc
 
-    t = e.clean
+    t, b = e.clean, of("moved_from")
     begins = np.flatnonzero(np.diff(t.sequence, prepend=-1))
     ends = np.append(begins[1:], len(t.x))
-    long = np.flatnonzero(ends - begins >= 2 * _TAIL)[:_MOST]
+    long = np.flatnonzero(ends - begins >= 2 * b.tail)[:_MOST]
     if len(long) < FEWEST:
-        return untested("moved_from", f"{len(long)} sequences of {2 * _TAIL} tokens or more; {FEWEST} at least")
+        return untested("moved_from", f"{len(long)} sequences of {2 * b.tail} tokens or more; {FEWEST} at least")
     moved, chance, by, first = np.zeros(len(t.x), dtype=bool), 0, list[int](), list[int]()
     for begin, end in zip(begins[long].tolist(), ends[long].tolist(), strict=True):
         own = slice(begin, end)
         parts = t.x[own], t.y[own], t.u[own], t.position[own]
-        found = _moved(*parts, _SHIFTS, e.usual)
-        chance += _moved(*parts, _CONTROLS, e.usual) is not None
+        found = _moved(*parts, b.moved, e.usual)
+        chance += _moved(*parts, b.controls, e.usual) is not None
         if found is not None:
             moved[begin + found.at : end] = True
             by.append(found.by)
             first.append(int(t.position[begin + found.at]))
     hits = len(by)
     p0 = (chance + 1) / (len(long) + 2)
-    p = float(bdtrc(hits - 1, len(long), p0)) if hits >= 3 else 1.0
+    p = float(bdtrc(hits - 1, len(long), p0)) if hits >= b.fewest else 1.0
     said = f"{hits} of {len(long)} sequences agree up to a token and from it on when they are moved"
     if by:
         numbers = ", ".join(f"{k:+d}" for k in sorted(set(by)))
@@ -76,9 +66,9 @@ def moved_from(e: Evidence, tests: int) -> Finding:
 
 def _moved(x: Array, y: Array, u: Array, position: Array, shifts: tuple[int, ...], usual: float) -> _Moved | None:
     """The best place and shift of one sequence; None where none is. At the place itself neither may fit."""
-    best, kept = 0.0, None
-    here, far = np.minimum(np.abs(u), _CAP), np.flatnonzero(np.abs(u) > 2 * usual)
-    if not len(far) or far[0] < 2 or float(np.sqrt(np.square(here[: far[0]]).mean())) > usual:
+    best, kept, b = 0.0, None, of("moved_from")
+    here, far = np.minimum(np.abs(u), CAP), np.flatnonzero(np.abs(u) > b.far * usual)
+    if not len(far) or far[0] < b.before or float(np.sqrt(np.square(here[: far[0]]).mean())) > usual:
         return None
     for k in shifts:
         there = np.arange(len(x)) + k
@@ -86,11 +76,11 @@ def _moved(x: Array, y: Array, u: Array, position: Array, shifts: tuple[int, ...
         there = np.clip(there, 0, len(x) - 1)
         real &= position[there] - position == k
         d = y[there] - x
-        moved = np.minimum(np.abs(d / np.maximum(-np.expm1(np.minimum(np.minimum(y[there], x), 0.0)), CERTAIN)), _CAP)
+        moved = np.minimum(np.abs(d / np.maximum(-np.expm1(np.minimum(np.minimum(y[there], x), 0.0)), CERTAIN)), CAP)
         gain = np.cumsum(np.where(real, here - moved, 0.0)[::-1])[::-1]
-        at = int(np.argmax(gain[far[0] : far[0] + _BETWEEN])) + int(far[0])
+        at = int(np.argmax(gain[far[0] : far[0] + b.between])) + int(far[0])
         after = real & (np.arange(len(x)) >= at)
-        if gain[at] <= best or after.sum() < _TAIL or np.median(here[after]) < _BETTER * np.median(moved[after]):
+        if gain[at] <= best or after.sum() < b.tail or np.median(here[after]) < b.times * np.median(moved[after]):
             continue
         best, kept = float(gain[at]), _Moved(k, int(far[0]))
     return kept
@@ -109,11 +99,11 @@ def mid_sequence(e: Evidence, tests: int) -> Finding:
 
     if e.dump.routed:
         return untested("mid_sequence", "in a mixture of experts what follows a token of other experts differs too")
-    t = e.clean.telling
+    t, b = e.clean.telling, of("mid_sequence")
     count = np.bincount(t.sequence, minlength=len(e.dump.sequences))
-    long = np.flatnonzero(count >= _LONG)[:_MOST]
+    long = np.flatnonzero(count >= b.tokens)[:_MOST]
     if len(long) < 2 * FEWEST:
-        return untested("mid_sequence", f"{len(long)} sequences of {_LONG} uncertain tokens; {2 * FEWEST} at least")
+        return untested("mid_sequence", f"{len(long)} sequences of {b.tokens} uncertain tokens; {2 * FEWEST} at least")
     size = np.log(np.maximum(np.abs(t.u), e.usual / 300))
     edges = np.unique(np.quantile(t.position, np.linspace(0, 1, 17)[1:-1]))
     part = np.searchsorted(edges, t.position, side="right")
@@ -132,7 +122,7 @@ def mid_sequence(e: Evidence, tests: int) -> Finding:
     for place, row in enumerate(rows):
         table[place, : len(row)] = raw[row]
     steps, places = _steps(table, real, max(float((table - _row_means(table, real))[real].std()), 1e-9))
-    hit = steps[:, way] > _STEP
+    hit = steps[:, way] > b.step
     larger, smaller = np.zeros(len(t.u), dtype=bool), np.zeros(len(t.u), dtype=bool)
     for row, at in zip((rows[n] for n in np.flatnonzero(hit)), places[hit, way], strict=True):
         (larger if way else smaller)[row[:at]] = True
@@ -140,12 +130,12 @@ def mid_sequence(e: Evidence, tests: int) -> Finding:
     sizes = [float(np.median(np.abs(t.u[each]))) / 0.6745 if each.any() else 0.0 for each in (smaller, larger)]
     times = sizes[1] / max(sizes[0], e.usual / 300)
     spread = float(np.std(places[hit, way] / count[long][hit])) if hit.any() else 0.0
-    holds = hit.sum() >= max(4, 0.1 * len(long)) and times > _TIMES and sizes[0] <= e.usual and spread > _SPREAD
-    holds = holds and sizes[1] > _MATTERS * e.usual
-    holds = holds and (sizes[1] > e.usual or times > _CLEARLY or not tokens_fly(e))
+    holds = hit.sum() >= max(b.fewest[0], b.fewest[1] * len(long)) and times > b.times and sizes[0] <= e.usual
+    holds = holds and spread > b.spread and sizes[1] > MATTERS * e.usual
+    holds = holds and (sizes[1] > e.usual or times > b.clearly or not tokens_fly(e))
     x, y = t.x[larger], t.y[larger]
     together = float(np.corrcoef(x, y)[0, 1]) if len(x) > 2 and x.std() and y.std() else 0.0
-    holds = holds and together > _TOGETHER  # else the sides are not of the same tokens
+    holds = holds and together > b.together  # else the sides are not of the same tokens
     where = ("from a token of their own on", "up to a token of their own")[way]
     said = f"in {int(hit.sum())} of {len(long)} sequences |d| is {times:.3g} times as large {where}"
     everywhere = np.zeros(len(e.clean.u), dtype=bool)
@@ -156,12 +146,12 @@ def mid_sequence(e: Evidence, tests: int) -> Finding:
 
 def _steps(table: Array, real: Array, deviation: float) -> tuple[Array, Array]:
     """[S, 2] twice: of each row, the largest step up and the largest step down in standard errors, and where."""
-    n = real.sum(1, keepdims=True)
+    n, least = real.sum(1, keepdims=True), of("mid_sequence").tail
     before = np.arange(1, table.shape[1])
     sums, total = np.cumsum(table, 1)[:, :-1], table.sum(1, keepdims=True)
     after = np.maximum(n - before, 1)
     step = ((total - sums) / after - sums / before) * np.sqrt(before * after / n) / deviation
-    step = np.where((before >= _TAIL) & (n - before >= _TAIL), step, 0.0)
+    step = np.where((before >= least) & (n - before >= least), step, 0.0)
     both = np.stack([step, -step], -1)
     places = both.argmax(1)
     return both.max(1), before[places]

@@ -18,8 +18,6 @@ from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.fillers import Filled, cleared, filled
 from mantissa.doctor.sample import (
-    CERTAIN,
-    FEWEST,
     SIDES,
     Array,
     Grid,
@@ -32,9 +30,9 @@ from mantissa.doctor.sample import (
     tested,
     tokens_of,
 )
+from mantissa.doctor.thresholds import CERTAIN, FEWEST, SURE_ZERO, WORST
 
 _PAIRS = 20_000
-_WORST = 20.0  # nats: what is further apart counts as so much
 
 
 @dataclass(frozen=True)
@@ -65,8 +63,8 @@ class Evidence:
         # is sure of less, its zeros are no probabilities.
         zero = np.zeros(len(x), dtype=bool)
         for one, other in ((x, y), (y, x)):
-            if ((one == 0) & (other < -1)).any():
-                zero |= (one == 0) & (other < -1e-3)
+            if ((one == 0) & (other < SURE_ZERO[0])).any():
+                zero |= (one == 0) & (other < SURE_ZERO[1])
         zero &= x_there & y_there
         clean = found.where(x_there & y_there & ~zero)
         dump = cleared(dump, found, fillers)
@@ -119,9 +117,9 @@ class Evidence:
         """
         if not len(rest_N):
             return 0.0
-        square, claimed = np.clip(self.clean.d, -_WORST, _WORST) ** 2, np.isnan(rest_N)
+        square, claimed = np.clip(self.clean.d, -WORST, WORST) ** 2, np.isnan(rest_N)
         total, f = max(float(square.sum()), 1e-30), float(claimed.mean())
-        left = np.clip(np.where(claimed, 0.0, rest_N), -_WORST, _WORST) ** 2
+        left = np.clip(np.where(claimed, 0.0, rest_N), -WORST, WORST) ** 2
         value = float((square - left)[~claimed].sum()) / total
         place = (float(square[claimed].sum()) / total - f) / (1 - f) if f < 1 else 0.0
         return float(np.clip(value + max(place, 0.0), 0.0, 1.0))

@@ -13,19 +13,23 @@ from mantissa.doctor import words
 from mantissa.doctor.diagnosis import Basis, Diagnosis, Finding, Verdict
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence
-from mantissa.doctor.facts import Usual, coarser, facts, usual
+from mantissa.doctor.facts import Usual, coarser, facts, part, usual
 from mantissa.doctor.kinds import seen_in_a_quarter
-from mantissa.doctor.routers import BY_ROUTERS, Flights, flights, may_be
-from mantissa.doctor.sample import FEWEST, Tokens, different
-from mantissa.doctor.signatures import SHAPES, causes, findings
-
-_NOTHING = 1e-5  # nats: below it nothing is to be done, whatever the formats
-_WORTH = 0.001  # of sum d^2: beside a fault, a habit that explains less is no news
-_BLIND = 10.0  # times what is usual: a sample that would not show so much says nothing
-_CURVE = 0.6  # of sum d^2 on a curve in the log-prob: a law is in it, and a shape may be the law's
-_BY_SIZE = {"experts": 2.0, "single_tokens": 2.0, "half_logits": 1.0}  # remarks up to so many times what is usual
-_ALIKE = 0.1  # correlation of u over the same token: other weights have as much or more
-_FEWEST = (2 * FEWEST, 64)  # sequences and tokens, for a verdict where nothing is found
+from mantissa.doctor.routers import Flights, flights, may_be
+from mantissa.doctor.sample import Tokens, different
+from mantissa.doctor.signatures import causes, findings
+from mantissa.doctor.thresholds import (
+    ALIKE,
+    BLIND,
+    CURVE,
+    FAR,
+    HEALTHY_SEQUENCES,
+    HEALTHY_TOKENS,
+    NOTHING,
+    SINGLE,
+    WORTH,
+    of,
+)
 
 
 def examine(dump: Dump) -> Diagnosis:
@@ -38,8 +42,10 @@ def examine(dump: Dump) -> Diagnosis:
     found = _examined(evidence)
     faults = [each for each in (found.fault, found.second) if each is not None]
     named = {each.name for each in faults}
+    few = tuple(name for name, row in facts().faults.items() if "few" in row.verdict.routers)
     dense = dump.settings.experts is False and not dump.routed
-    if dense or not len(evidence.clean.x) or not named <= {*BY_ROUTERS, *SHAPES, "too_large"}:
+    whole = all(name in few or part(name).of in ("shape", "size") for name in named)
+    if dense or not len(evidence.clean.x) or not whole:
         return found
     flown = flights(evidence)
     if flown is None:
@@ -50,11 +56,11 @@ def examine(dump: Dump) -> Diagnosis:
         perhaps = may_be(flown, faults) and (flown.within or unlike) and (said or flown.single)
         return _unexplained(found, flown, said) if perhaps else found
     if not said:
-        return _unexplained(found, flown, said) if flown.fly and named & {*BY_ROUTERS, "too_large"} else found
+        return _unexplained(found, flown, said) if flown.fly and named & {*few, "too_large"} else found
     if not named and not flown.fly:
         return found
     quiet = evidence.after(np.where(flown.where, np.nan, evidence.clean.d))
-    others = _examined(Evidence.of(quiet, evidence.usual), BY_ROUTERS)
+    others = _examined(Evidence.of(quiet, evidence.usual), few)
     if others.verdict is Verdict.HEALTHY:
         size = next(each.detectable for each in others.findings if each.name == "too_large")
         beyond = words.beyond(flown.beyond, flown.count)
@@ -83,9 +89,10 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
     size = next(finding for finding in every if finding.name == "too_large")
     large = [each for each in every if each.found and each.name == "too_large"]
     curve = max((each.share for each in every if each.name in ("temperature", "soft_cap") and each.tested), default=0.0)
-    shapes = [each for each in every if each.found and each.name in SHAPES and curve < _CURVE]
+    shapes = [each for each in every if each.found and part(each.name).of == "shape" and curve < CURVE]
     # Remarks, where the whole gap is healthy; a mixture's few tokens may make it somewhat larger.
-    remarks = [name for name, most in _BY_SIZE.items() if not large and figures["u_rms"] <= most * expected.bound]
+    most = {each.name: part(each.name).remark * expected.bound for each in every}
+    remarks = [name for name in most if not large and most[name] and figures["u_rms"] <= most[name]]
     named = causes(evidence, [each for each in every if each.name not in remarks])
     named = [each for each in named if each.name not in without]
     if named and named[0].name == "some_sequences" and shapes and shapes[0].name == "prompt":
@@ -99,7 +106,7 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
     table, fault, why = facts().faults, named[0] if named else None, None
     if fault is not None:
         verdict, basis = Verdict.FAULT, Basis.FINDINGS
-        headline = words.faults(named, [not e.exact and e.name not in SHAPES and e.share > 0 for e in named])
+        headline = words.faults(named, [not e.exact and part(e.name).of != "shape" and e.share > 0 for e in named])
     elif large:
         fault, verdict, basis = large[0], Verdict.LARGE, Basis.SIZE
         headline = words.too_large(figures, expected.bound, _best(every))
@@ -113,7 +120,7 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
         dict.fromkeys(r for each in causing for name in (each.name, *each.also) for r in table[name].remedies)
     )
     formats = {dump.settings.learner_format, dump.settings.rollout_format} - {None}
-    if len(formats) == 2 and verdict in (Verdict.HEALTHY, Verdict.LARGE) and figures["d_rms"] > _NOTHING:
+    if len(formats) == 2 and verdict in (Verdict.HEALTHY, Verdict.LARGE) and figures["d_rms"] > NOTHING:
         remedies = ("one_format", *remedies)  # healthy for two formats, and many times what one format would have
     return Diagnosis(
         verdict, basis, headline, dump.framework, fault, tuple(replace(each, rest=None) for each in every), figures,
@@ -127,14 +134,14 @@ def _repeats(every: Sequence[Finding]) -> bool:
     """Whether the same token in the same context was seen to have the same difference. Where it was not, dropout is as
     likely as other weights: what it does to a token through all that is no sum has a mean, which prompts share."""
     again = next(each for each in every if each.name == "nondeterministic")
-    return again.tested and not again.found and again.effect < 0.3
+    return again.tested and not again.found and again.effect < of("nondeterministic").unlike
 
 
 def _no_weights(every: Sequence[Finding]) -> bool:
     """Whether other weights would have been seen and were not. An update moves what it was trained on, and that may be
     the beginnings: SmolLM2's first update did so."""
     found = next(each for each in every if each.name == "weights")
-    return found.tested and not found.found and (found.detectable or math.inf) <= _ALIKE
+    return found.tested and not found.found and (found.detectable or math.inf) <= ALIKE
 
 
 def _best(every: Sequence[Finding]) -> Finding | None:
@@ -147,8 +154,8 @@ def _remarks(every: Sequence[Finding], causing: Sequence[Finding], large: bool) 
     """Habits and places that were found and are not the cause, with what they explain."""
     names = {each.name for each in causing}
     kept = [each for each in every if each.found and each.name not in names and each.name != "too_large"]
-    habits = [each for each in kept if each.name in ("half_logits", "coarse_logprobs") or not large]
-    habits = [each for each in habits if not causing or each.share >= _WORTH]
+    habits = [each for each in kept if part(each.name).rounding or not large]
+    habits = [each for each in habits if not causing or each.share >= WORTH]
     return tuple(words.remark(each) for each in habits)
 
 
@@ -158,7 +165,7 @@ def _left_out(
     """What was not compared, where no finding says it, and what the compared tokens are."""
     if not e.filled.fillers:
         return ()
-    told = any(each.name in ("unscored", "end_token", "cut_off") for each in causing)
+    told = any(part(each.name).left_out for each in causing)
     left_out = () if told else tuple(f"not compared: {each}" for each in e.filled.fillers)
     return (*left_out, words.others(figures, expected.bound))
 
@@ -169,14 +176,14 @@ def _too_few(e: Evidence, figures: dict[str, Any], size: Finding, expected: Usua
     Where nearly every token is certain there is no size of u to test; then u of all tokens, certain ones taken for 99%
     likely, must be within the usual.
     """
-    if figures["sequences"] < _FEWEST[0] or figures["tokens"] < _FEWEST[1]:
-        return words.few(figures, f"; {_FEWEST[0]} sequences and {_FEWEST[1]} tokens at least")
+    if figures["sequences"] < HEALTHY_SEQUENCES or figures["tokens"] < HEALTHY_TOKENS:
+        return words.few(figures, f"; {HEALTHY_SEQUENCES} sequences and {HEALTHY_TOKENS} tokens at least")
     if not size.tested:
         whole = float(np.sqrt(np.square(e.clean.u).mean()))
         return None if whole <= expected.bound else words.certain(len(e.clean.telling.u), figures["tokens"])
     if figures["u_rms"] > expected.bound and not _by_single_tokens(e, expected.bound):
         return words.few(figures, f": {size.said}, which may be chance in so few")
-    if (size.detectable or math.inf) > _BLIND * expected.bound:
+    if (size.detectable or math.inf) > BLIND * expected.bound:
         return words.few(figures, f": so uneven that ten times the usual size might not be seen; {size.said}")
     return None
 
@@ -184,19 +191,19 @@ def _too_few(e: Evidence, figures: dict[str, Any], size: Finding, expected: Usua
 def _by_single_tokens(e: Evidence, bound: float) -> bool:
     """Whether few tokens here and there make a size beyond the usual, and the others do not."""
     t = e.clean.telling
-    far = np.abs(t.u) > 4 * bound
+    far = np.abs(t.u) > FAR * bound
     if not far.any():
         return False
     inner = ((t.position > 0) & (t.left > 0))[far]
-    few = far.mean() < 0.03 and t.size <= 3 * bound
-    return bool(few and t.where(~far).size <= bound and inner.mean() > 0.5)
+    few = far.mean() < of("single_tokens").most and t.size <= SINGLE[0] * bound
+    return bool(few and t.where(~far).size <= bound and inner.mean() > SINGLE[1])
 
 
 def _healthy(figures: dict[str, Any], size: Finding) -> Basis:
     """What a healthy verdict rests on."""
     if figures["abs_d_max"] == 0:
         return Basis.EQUAL
-    if figures["d_rms"] < _NOTHING:
+    if figures["d_rms"] < NOTHING:
         return Basis.NOTHING
     return Basis.ROUNDING if size.tested else Basis.CERTAIN
 
@@ -207,7 +214,7 @@ def _sizes(figures: dict[str, Any], e: Evidence, expected: Usual, size: Finding,
     if _healthy(figures, size) is not Basis.ROUNDING:
         return words.Healthy(figures["d_rms"], u, expected.bound)
     if u > expected.bound:
-        far = np.abs(t.u) > 4 * expected.bound
+        far = np.abs(t.u) > FAR * expected.bound
         u = t.where(~far).size
     return words.Healthy(
         figures["d_rms"], u, expected.bound, size.detectable, seen_in_a_quarter(e, tests),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -34,22 +35,53 @@ class Mixture(_Row):
     source: str
 
 
+class Part(_Row):
+    """What a signature is in a verdict.
+
+    ``of``: it says what the ``value`` of a log-prob is, that one ``law`` moves all, or at which ``place`` they differ;
+    and where nothing explains the gap, its ``shape`` and ``size``. ``unless``: what says more of the same sequences.
+    ``one_side``: it is seen in one side's log-probs alone. ``left_out``: it says what was not compared. ``routers``:
+    it is not told from ``few`` tokens that other experts had, or from ``many``. ``rounding``: a habit, and no fault
+    where the gap is of the usual size. ``remark``: and so in a gap of up to so many times the usual. ``tries``: what
+    a model is asked about first, where log-probs leave more than one cause; None where there is one.
+    """
+
+    of: Literal["value", "law", "place", "shape", "size"] = "value"
+    unless: tuple[str, ...] = ()
+    one_side: bool = False
+    left_out: bool = False
+    routers: tuple[Literal["few", "many"], ...] = ()
+    rounding: bool = False
+    remark: float = 0.0
+    tries: tuple[CauseKind, ...] | None = None
+
+
 class Fault(_Row):
-    """A signature's words. ``remedies``: the most fitting first. ``decide``: what tells apart the causes that
-    log-probs cannot, empty where there is one."""
+    """A signature. ``remedies``: the most fitting first. ``decide``: what tells apart the causes that log-probs
+    cannot, empty where there is one; ``rest``: what it is where a model gives one side's log-probs back and no cause.
+    ``bounds``: of its test, by the names that the test has for them."""
 
     title: str
     means: str
     remedies: tuple[str, ...]
     decide: str = ""
+    rest: str = "no cause that was tried explains it"
+    verdict: Part = Part()
+    bounds: dict[str, int | float | tuple[int | float, ...]] = {}
 
 
 class OfModel(_Row):
-    """A cause that a model tells: ``said``, a format string; ``remedies``, of either side or of each."""
+    """A cause that a model tells: ``said``, a format string; ``remedies``, of either side or of each.
+
+    ``tried``: where a fault is open, fields of a side that it changes, and ``what`` says them. ``turn``: the smallest
+    comes first; up to that of ``weights``, whatever the fault is.
+    """
 
     said: str
     remedies: tuple[str, ...] | dict[str, tuple[str, ...]]
     fault: bool = False
+    turn: int = 0
+    tried: tuple[dict[str, int | float | str], ...] = ()
 
     def helps(self, side: Which | None) -> tuple[str, ...]:
         """The remedies where it is in ``side``."""
@@ -77,6 +109,11 @@ class Facts(_Row):
 def facts() -> Facts:
     """The table, read once."""
     return Facts(**read_shipped(Path(__file__).with_name("facts.yaml")))
+
+
+def part(signature: str) -> Part:
+    """What a signature is in a verdict."""
+    return facts().faults[signature].verdict
 
 
 def coarser(settings: Settings) -> str | None:

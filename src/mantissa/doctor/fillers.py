@@ -15,13 +15,7 @@ import numpy as np
 from mantissa.doctor.diagnosis import Filler
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.sample import SIDES, Array, Tokens, grid_of, tokens_of
-
-_NEVER = 1000.0  # nats: no softmax of a model gives so little, be it once; above, nothing is a log-prob
-_DRAWN = -28.0  # nats: of 4 million tokens and 250,000 words, none that was sampled is expected below
-_RARE = -9.0  # nats: from here on a value that is repeated is looked at
-_REPEATED = 8  # times, above ``_DRAWN``
-_APART = 1.0  # nats: a side that scored the token is so far from the filler, or it is no filler
-_LONELY = 3  # times as many as of any value beside it: the values of a coarse grid have neighbours
+from mantissa.doctor.thresholds import DRAWN, LONELY, NEVER, NOT_SCORED, RARE, REPEATED
 
 
 @dataclass(frozen=True)
@@ -37,15 +31,15 @@ def filled(dump: Dump, found: Tokens) -> Filled:
     where, fillers = np.zeros((2, len(found.x)), dtype=bool), list[Filler]()
     sides = found.x, found.y
     for side, (own, other) in enumerate((sides, sides[::-1])):
-        suspect = np.flatnonzero((own <= _RARE) | (own >= _NEVER))
+        suspect = np.flatnonzero((own <= RARE) | (own >= NEVER))
         if not len(suspect):
             continue
         value, inverse, count = np.unique(own[suspect], return_inverse=True, return_counts=True)
-        repeated = count >= np.where(value <= _DRAWN, 2, _REPEATED)
+        repeated = count >= np.where(value <= DRAWN, 2, REPEATED)
         groups = [suspect[inverse == each] for each in np.flatnonzero(repeated).tolist()
                   if _one(each, value, count, own, other, suspect[inverse == each], dump, found)]  # fmt: skip
         known = np.isin(suspect, np.concatenate([suspect[:0], *groups]))
-        groups += [part for part in (suspect[~known & (np.abs(own[suspect]) >= _NEVER)],) if len(part)]
+        groups += [part for part in (suspect[~known & (np.abs(own[suspect]) >= NEVER)],) if len(part)]
         for at in groups:
             where[side, at] = True
             fillers.append(Filler(SIDES[side], float(own[at].min()), float(own[at].max()), len(at),
@@ -58,16 +52,16 @@ def _one(
     each: int, value: Array, count: Array, own: Array, other: Array, at: Array, dump: Dump, found: Tokens
 ) -> bool:  # fmt: skip
     """Whether ``value[each]``, which stands ``at`` tokens of one side, is no value of a law's."""
-    if np.abs(value[each]) >= _NEVER:
+    if np.abs(value[each]) >= NEVER:
         return True
     beside = max(count[max(each - 2, 0) : each].max(initial=0), count[each + 1 : each + 3].max(initial=0))
-    if beside > 1 and count[each] < _LONELY * beside:
+    if beside > 1 and count[each] < LONELY * beside:
         return False
-    apart = (np.abs(other[at] - value[each]) > _APART) | (other[at] == value[each]) | ~np.isfinite(other[at])
+    apart = (np.abs(other[at] - value[each]) > NOT_SCORED[0]) | (other[at] == value[each]) | ~np.isfinite(other[at])
     # One context that was drawn again gives one value: a token after another counts once.
-    if apart.mean() < 0.9 or len(np.unique(_words(dump, found, at))) < min(3, count[each]):
+    if apart.mean() < NOT_SCORED[1] or len(np.unique(_words(dump, found, at))) < min(3, count[each]):
         return False
-    return bool(count[each] >= _REPEATED) or grid_of(own[(own < -1e-6) & (own > -_NEVER)]) is None
+    return bool(count[each] >= REPEATED) or grid_of(own[(own < -1e-6) & (own > -NEVER)]) is None
 
 
 def _words(dump: Dump, found: Tokens, at: Array) -> Array:

@@ -28,7 +28,6 @@ from mantissa.doctor.dump import Dump, Scored, Settings
 Table = Any  # B rows of R numbers: a tensor, an array or lists
 Versions = int | Sequence[int | None] | None
 _PROMPTS = 3 / 16  # of ``sequences``: 12 of 64; with 8, no p is small enough, for whole prompts are what is independent
-_HABITS = ("half_logits", "coarse_logprobs")  # of rounding: within the usual size they are said and stop nothing
 _UNREADABLE = (MantissaError, ValueError, TypeError, IndexError, RuntimeError, AttributeError)
 
 
@@ -122,13 +121,13 @@ class Gate:
     def wrong(self, found: Diagnosis) -> bool:
         """Whether a diagnosis of this gate's is one to stop for: a fault, or a gap that is too large; not a habit of
         rounding whose gap is within the usual size of its formats."""
-        from mantissa.doctor.facts import usual
+        from mantissa.doctor.facts import part, usual
 
         if found.verdict is not Verdict.FAULT:
             return found.verdict is Verdict.LARGE
-        names = {each.name for each in (found.fault, found.second) if each is not None}
+        habits = all(part(each.name).rounding for each in (found.fault, found.second) if each is not None)
         bound = usual(self._dump.settings if self._dump is not None else Settings()).bound
-        return not (names <= set(_HABITS) and found.figures["u_rms"] <= bound)
+        return not (habits and found.figures["u_rms"] <= bound)
 
     def _fresher(self, kept: Sequence[Scored]) -> list[Scored]:
         """The last healthy sequences, where every one of ``kept`` is of weights older than theirs."""

@@ -19,14 +19,9 @@ import numpy as np
 
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence, claimed, untested
-from mantissa.doctor.sample import FEWEST, LEVEL, Array
+from mantissa.doctor.sample import Array
+from mantissa.doctor.thresholds import FEWEST, FLYING, LEVEL, MATTERS, of
 
-_FLYING = 0.3  # of sum (u / own sequence's size)^2 in a hundredth of the tokens: 0.09 to 0.18 without experts, 0.36 on
-_APART = (float(np.log(1.35)), float(np.log(4)))  # between the scales of two kinds; where single tokens fly
-_LEAST, _MOST = (0.08, 0.12), 0.6  # of the sequences: fewer are the tail of one kind
-_MATTERS = 0.1  # of the usual bound, the size of the larger kind: below, nothing but a rounding that fell otherwise
-_OWN = 0.1**2  # variance of a healthy scale beyond that of its tokens, at least
-_NARROW = 0.5  # of the variance that the tokens give: no kind is narrower
 _LARGEST = 1024  # sequences in a fit
 _TRIED = 400  # in each of the fits that say what would have been seen
 _FACTORS = (1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 30.0)
@@ -50,7 +45,7 @@ def some_sequences(e: Evidence, tests: int) -> Finding:
 
     p = 2 exp(-gain), with the gain in log-likelihood of two kinds over one: by simulation more than the true one.
     """
-    scales = _scales(e)
+    scales, b = _scales(e), of("some_sequences")
     if len(scales.known) < 4 * FEWEST:
         return untested(
             "some_sequences", f"{len(scales.known)} sequences with four uncertain tokens or more; 32 at least"
@@ -66,8 +61,8 @@ def some_sequences(e: Evidence, tests: int) -> Finding:
     said = (f"{int(bad.sum())} of {len(bad)} sequences differ throughout, {times:.3g} times as much as the others, "
             f"whose size of u is {rest.size:.2g}{prompts if number is None else number}")  # fmt: skip
     large = e.clean.telling.where(np.isin(e.clean.telling.sequence, scales.known[bad])).size
-    holds = bool(kinds.matter[0]) and bad.sum() >= 3 and throughout > 0.5
-    holds = holds and rest.size <= e.usual and large > _MATTERS * e.usual
+    holds = bool(kinds.matter[0]) and bad.sum() >= b.fewest and throughout > b.throughout
+    holds = holds and rest.size <= e.usual and large > MATTERS * e.usual
     p = min(1.0, 2 * float(np.exp(-kinds.gain[0]))) if holds else 1.0
     return Finding("some_sequences", True, p, float(bad.mean()), "of sequences", FEWEST / len(bad), said,
                    by_number=number is not None,
@@ -96,13 +91,14 @@ def seen_in_a_quarter(e: Evidence, tests: int) -> float | None:
         return int((kinds.matter & (2 * np.exp(-kinds.gain) < LEVEL / tests)).sum()) >= 19
 
     factor = next((each for each in _FACTORS if found(each)), None)
-    return None if factor is None else max(factor * e.clean.size, _MATTERS * e.usual)
+    return None if factor is None else max(factor * e.clean.size, MATTERS * e.usual)
 
 
 def _scales(e: Evidence) -> _Scales:
     t, sequences = e.clean.telling, len(e.dump.sequences)
     count = np.bincount(t.sequence, minlength=sequences)
-    known = np.flatnonzero(count >= (8 if (count >= 8).sum() >= 4 * FEWEST else 4))
+    least, most = of("some_sequences").tokens
+    known = np.flatnonzero(count >= (most if (count >= most).sum() >= 4 * FEWEST else least))
     root, every = np.sqrt(np.abs(t.u)), np.ones(len(t.u))
     first = np.cumsum(count) - count
     late = np.arange(len(root)) - first[t.sequence] >= count[t.sequence] / 2
@@ -116,10 +112,10 @@ def _scales(e: Evidence) -> _Scales:
     spread = np.maximum(mean(root**2, every) - whole**2, 0) / np.maximum(whole, floor) ** 2
     c = 4 * float(np.median(spread[known])) if len(known) else 0.0
     own = np.sort((root / (whole + floor)[t.sequence]) ** 4)[::-1]
-    flying = float(own[: max(1, len(own) // 100)].sum()) > _FLYING * max(float(own.sum()), 1e-30)
+    flying = float(own[: max(1, len(own) // 100)].sum()) > FLYING * max(float(own.sum()), 1e-30)
     halves = np.stack([mean(root, ~late), mean(root, late)])[:, known]
     s, halves = 2 * np.log(whole[known] + floor), 2 * np.log(halves + floor)
-    return _Scales(known, s, c / np.maximum(count[known], 1) + _OWN, halves, flying)
+    return _Scales(known, s, c / np.maximum(count[known], 1) + of("some_sequences").own ** 2, halves, flying)
 
 
 @dataclass(frozen=True)
@@ -135,7 +131,7 @@ class _Kinds:
 
 def _two(s_BK: Array, variance_K: Array, flying: bool) -> _Kinds:
     """Two normals of variances v * ``variance_K`` by expectation-maximisation, from four splits."""
-    dumps, count = s_BK.shape
+    (dumps, count), b = s_BK.shape, of("some_sequences")
     weight = 1 / variance_K
     splits = [s_BK > np.quantile(s_BK, q, axis=1)[:, None] for q in (0.5, 0.65, 0.8, 0.9)]
     upper, s = np.concatenate(splits).astype(float), np.tile(s_BK, (len(splits), 1))
@@ -144,7 +140,7 @@ def _two(s_BK: Array, variance_K: Array, flying: bool) -> _Kinds:
         low, high = ((w * weight * s).sum(1, keepdims=True) / np.maximum((w * weight).sum(1, keepdims=True), 1e-9)
                      for w in (1 - upper, upper))  # fmt: skip
         square = (1 - upper) * (s - low) ** 2 + upper * (s - high) ** 2
-        v = np.maximum((weight * square).mean(1, keepdims=True), _NARROW)
+        v = np.maximum((weight * square).mean(1, keepdims=True), b.narrow)
         odds = np.log(share / (1 - share)) + (high - low) * weight / v * (s - (low + high) / 2)
         upper = 1 / (1 + np.exp(-np.clip(odds, -50, 50)))
     of_two = np.logaddexp(np.log(1 - share) + _normal(s - low, v * variance_K),
@@ -153,7 +149,7 @@ def _two(s_BK: Array, variance_K: Array, flying: bool) -> _Kinds:
     low, high, share, v = (each[best, 0] for each in (low, high, share, v))
     apart = np.maximum(high - low, 1e-9)
     middle = (low + high) / 2 + v * float(np.median(variance_K)) * np.log((1 - share) / share) / apart
-    matter = (apart > _APART[flying]) & (share > _LEAST[flying]) & (share < _MOST)
+    matter = (apart > float(np.log(b.times[flying]))) & (share > b.least[flying]) & (share < b.most)
     return _Kinds(of_two[best] - _one(s_BK, variance_K, flying), apart, np.clip(middle, low, high), matter)
 
 
@@ -165,7 +161,7 @@ def _one(s_BK: Array, variance_K: Array, flying: bool) -> Array:
     """Log-likelihood [B] of one normal; where tokens fly, at least that of a normal and an exponential, the best of
     eight shares that the exponential has of the standard deviation."""
     x = s_BK - (s_BK / variance_K).sum(1, keepdims=True) / (1 / variance_K).sum()
-    v = np.maximum((x**2 / variance_K).mean(1, keepdims=True), _NARROW)
+    v = np.maximum((x**2 / variance_K).mean(1, keepdims=True), of("some_sequences").narrow)
     best = _normal(x, v * variance_K).sum(1)
     if not flying:
         return best
@@ -181,13 +177,13 @@ def _one(s_BK: Array, variance_K: Array, flying: bool) -> Array:
 
 def _by_number(known: Array, bad: Array, sequences: int) -> str | None:
     """Which sequences these are, where their numbers say it; else None."""
-    hit = known[bad]
-    for ranks in (2, 3, 4, 8, 16):
+    hit, b = known[bad], of("some_sequences")
+    for ranks in b.ranks:
         for rank in range(ranks):
             own = known % ranks == rank
-            if own.sum() >= 3 and bad[own].mean() > 0.85 and bad[~own].mean() < 0.1:
+            if own.sum() >= b.fewest and bad[own].mean() > b.of_rank and bad[~own].mean() < b.of_others:
                 return f"; they are every {ranks}th, from number {rank} on: one rank or engine of {ranks}"
-    if len(hit) >= 4 and (hit[-1] - hit[0] + 1) * 0.9 <= len(hit) / max(1e-9, len(known) / sequences):
+    if len(hit) >= b.block[0] and (hit[-1] - hit[0] + 1) * b.block[1] <= len(hit) / max(1e-9, len(known) / sequences):
         return f"; they are numbers {hit[0]} to {hit[-1]}: one engine's or rank's share"
     return None
 

@@ -25,6 +25,7 @@ from mantissa.base.http import OK, http_answer, server_address
 from mantissa.base.readers.json import parse_json
 from mantissa.doctor.dump import Dump, Scored
 from mantissa.doctor.sides import Array, evenly_spaced
+from mantissa.doctor.thresholds import ABOVE_ZERO
 from mantissa.kernels import resolve, rollout_kernels
 from mantissa.model import Decoder, policy_weights
 from mantissa.precision import PrecisionPolicy
@@ -33,7 +34,6 @@ from mantissa.rollout import NativeEngine, Request, SamplingParams
 _SLOTS = 64
 _MOST_BYTES = 64 << 20  # of one answer
 _TIMEOUT_S = 600.0
-_ABOVE_ZERO = 1e-3  # what rounding may make of the log-prob of a certain token
 
 
 def sampled(
@@ -126,7 +126,7 @@ class _Server:
                       "expected prompt_logprobs as vLLM gives them, of the model whose tokens these are"):  # fmt: skip
             given = answer["choices"][0]["prompt_logprobs"]
             found = [float(at[str(token)]["logprob"]) for at, token in zip(given[1:], tokens[1:], strict=True)]
-        if not all(math.isfinite(logp) and logp <= _ABOVE_ZERO for logp in found):
+        if not all(math.isfinite(logp) and logp <= ABOVE_ZERO for logp in found):
             raise MantissaError(f"{self.url}: among its log-probs is one that is not finite, or above 0")
         return np.array(found[each.prompt_length - 1 :])
 

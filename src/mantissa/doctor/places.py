@@ -10,19 +10,8 @@ import numpy as np
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence, Test, claimed, few, found_as, times_as, untested
-from mantissa.doctor.sample import (
-    CERTAIN,
-    FEWEST,
-    LEVEL,
-    POWER,
-    SIDES,
-    Array,
-    detectable_beyond,
-    different,
-    rms_ratio,
-    sums_by,
-    tested,
-)
+from mantissa.doctor.sample import SIDES, Array, detectable_beyond, different, rms_ratio, sums_by, tested
+from mantissa.doctor.thresholds import CERTAIN, FAR, FEWEST, LEVEL, MATTERS, POWER, of
 from mantissa.doctor.values import unscored
 
 
@@ -36,7 +25,7 @@ def edge(name: str, place: str) -> Test:
             return untested(name, f"fewer than {FEWEST} sequences have an uncertain {place} token and others")
         square = t.u**2
         sums = sums_by(t.unit, square * at, at, square * ~at, ~at)
-        found = tested(sums, rms_ratio(0, 2), float(np.log(3)), tests)
+        found = tested(sums, rms_ratio(0, 2), float(np.log(of(name).times)), tests)
         rest, size = t.where(~at), e.too_large(t.where(at), tests)
         said = f"|d| at the {place} token is {np.exp(found.value):.3g} times that of the others"
         everywhere = (e.clean.left if name == "end_token" else e.clean.position) == 0
@@ -56,8 +45,8 @@ def onset(e: Evidence, tests: int) -> Finding:
 
     The position is the one that two sizes, one before and one from it on, fit best (the likelihood of two normals).
     """
-    t, best = e.clean.telling, (-np.inf, "", 0, e.clean.position)
-    if t.units < FEWEST or len(t.u) < 60:
+    t, best, b = e.clean.telling, (-np.inf, "", 0, e.clean.position), of("onset")
+    if t.units < FEWEST or len(t.u) < 2 * b.tokens:
         return few("onset", t.units)
     prompts = np.array([each.prompt_length for each in e.dump.sequences])
     places = {
@@ -73,21 +62,21 @@ def onset(e: Evidence, tests: int) -> Finding:
         return untested("onset", "no position parts the tokens into two halves of thirty or more")
     own = place[e.telling]
     after = own >= at
-    width = max(3, int(0.15 * (own.max() - own.min() + 1)))
+    width = max(3, int(b.width * (own.max() - own.min() + 1)))
     close = np.abs(own - at + 0.5) < width
     square = t.u**2
-    found = tested(
-        sums_by(t.unit, square * after, after, square * ~after, ~after), rms_ratio(0, 2), float(np.log(3)), tests
-    )
+    sums = sums_by(t.unit, square * after, after, square * ~after, ~after)
+    found = tested(sums, rms_ratio(0, 2), float(np.log(b.times)), tests)
     before = t.where(~after)
     near = [float(np.sqrt(square[close & part].mean())) if (close & part).any() else 0.0 for part in (~after, after)]
-    step = near[1] > 3 * near[0] and near[1] > 0.4 * float(np.sqrt(square[after].mean()))
+    step = near[1] > b.times * near[0] and near[1] > b.kept * float(np.sqrt(square[after].mean()))
     count = np.bincount(t.sequence[after])
-    sizes = np.sqrt(np.bincount(t.sequence[after], weights=square[after]) / np.maximum(count, 1))[count >= 3]
-    most = len(sizes) > 0 and (sizes > max(e.usual, 3 * before.size)).mean() > 0.85  # else it is of some sequences
+    sizes = np.sqrt(np.bincount(t.sequence[after], weights=square[after]) / np.maximum(count, 1))
+    beyond = sizes[count >= b.of_sequence] > max(e.usual, b.times * before.size)
+    most = len(beyond) > 0 and beyond.mean() > b.most  # else it is of some sequences
     times = float(np.exp(min(found.value, 50)))
     said = f"the two sides agree before {word} {at + 1} and from it on |d| is {times:.3g} times as large"
-    holds = bool(step and most) and before.size <= e.usual / 1.5
+    holds = bool(step and most) and before.size <= e.usual / b.quiet
     return times_as(
         "onset", found, e.too_large(t.where(after), tests), before.size, said, holds, claimed(e, place >= at)
     )
@@ -100,7 +89,8 @@ def _step(place: Array, square: Array) -> tuple[float, int]:
     sums, p = np.cumsum(square[order]), place[order]
     total, count = sums[-1], len(p)
     cuts = np.flatnonzero(np.diff(p)) + 1
-    cuts = cuts[(cuts >= 30) & (count - cuts >= 30)]
+    least = of("onset").tokens
+    cuts = cuts[(cuts >= least) & (count - cuts >= least)]
     if not len(cuts):
         return -np.inf, 0
     one, other = sums[cuts - 1] / cuts, (total - sums[cuts - 1]) / (count - cuts)
@@ -120,23 +110,24 @@ def single_tokens(name: str) -> Test:
     def test(e: Evidence, tests: int) -> Finding:
         from scipy.special import pdtrc, pdtri
 
-        t = e.clean.telling
+        t, b = e.clean.telling, of(name)
         if t.units < FEWEST:
             return few(name, t.units)
-        far = (np.abs(t.u) > 4 * e.usual) & (np.abs(t.d) > 2 * e.usual)
-        count, expected = int(far.sum()), 1e-4 * len(t.u)
+        far = (np.abs(t.u) > FAR * e.usual) & (np.abs(t.d) > b.far * e.usual)
+        count, expected = int(far.sum()), b.chance * len(t.u)
         least = next(k for k in range(1, len(t.u) + 2) if pdtrc(k - 1, expected) < LEVEL / tests)
         spread = different(t.sequence[far]) / max(1, count)
-        rest = t.where(np.abs(t.u) <= 4 * e.usual)  # nearly certain tokens that flip are far in u and not in d
+        rest = t.where(np.abs(t.u) <= FAR * e.usual)  # nearly certain tokens that flip are far in u and not in d
         said = f"{count} of {len(t.u):,} uncertain tokens are far beyond the others, whose size of u is {rest.size:.2g}"
         told = _flipped(e.dump)
         if told is not None:
             said += f"; other experts were chosen at {told[0]:.2%} of tokens, which hold {told[1]:.0%} of sum d^2"
-        apart = t.where(far).size > 8 * rest.size  # else it is the tail of something that is everywhere
+        apart = t.where(far).size > b.apart * rest.size  # else it is the tail of something that is everywhere
         inner = float(((t.position > 0) & (t.left > 0))[far].mean()) if count else 0.0  # routers know no first or last
-        holds = apart and rest.size <= 0.65 * e.usual and count <= 0.03 * len(t.u) and spread > 0.6 and inner > 0.4
+        holds = apart and rest.size <= b.quiet * e.usual and count <= b.most * len(t.u)
+        holds = holds and spread > b.spread and inner > b.inner
         p = float(pdtrc(count - 1, expected)) if count and holds else 1.0
-        everywhere = (np.abs(e.clean.u) > 4 * e.usual) & (np.abs(e.clean.d) > 2 * e.usual)
+        everywhere = (np.abs(e.clean.u) > FAR * e.usual) & (np.abs(e.clean.d) > b.far * e.usual)
         return Finding(name, True, p, count / len(t.u), "of tokens",
                        float(pdtri(least - 1, 1 - POWER)) / len(t.u), said, rest=claimed(e, everywhere))  # fmt: skip
 
@@ -171,12 +162,12 @@ def stale(e: Evidence, tests: int) -> Finding:
         )
     square = t.u**2
     sums = sums_by(t.sequence, square * old, old, square * fresh, fresh)
-    found = tested(sums, rms_ratio(0, 2), float(np.log(1.5)), tests)
+    found = tested(sums, rms_ratio(0, 2), float(np.log(of("stale").times)), tests)
     said = f"|d| of sequences sampled by older weights is {np.exp(found.value):.3g} times that of the newest"
     everywhere = lags[e.clean.sequence] > lags.min(initial=0)
     return found_as("stale", found, "times", said, effect=float(np.exp(min(found.value, 50))),
                     detectable=float(np.exp(min(found.detectable, 50))), rest=claimed(e, everywhere),
-                    holds=t.where(old).size > 0.1 * e.usual)  # fmt: skip
+                    holds=t.where(old).size > MATTERS * e.usual)  # fmt: skip
 
 
 def after_sync(e: Evidence, tests: int) -> Finding:
@@ -200,7 +191,7 @@ def after_sync(e: Evidence, tests: int) -> Finding:
         return untested("after_sync", f"no version has {FEWEST} sequences before it and from it on")
     after, square = version >= best[1], t.u**2
     sums = sums_by(t.sequence, square * after, after, square * ~after, ~after)
-    found = tested(sums, rms_ratio(0, 2), float(np.log(2)), tests)
+    found = tested(sums, rms_ratio(0, 2), float(np.log(of("after_sync").times)), tests)
     before = t.where(~after)
     said = f"from weights of version {best[1]} on, |d| is {np.exp(min(found.value, 50)):.3g} times as large as before"
     everywhere = np.array(versions)[e.clean.sequence] >= best[1]
@@ -212,18 +203,18 @@ def padding(e: Evidence, tests: int) -> Finding:
     """Only the longest prompts are healthy: the others are padded to them, and padding is attended to."""
     from scipy.special import gammaln
 
-    t = e.clean.telling
+    t, b = e.clean.telling, of("padding")
     numbers = np.flatnonzero(np.bincount(t.sequence))
     prompts = np.array([each.prompt_length for each in e.dump.sequences])[numbers]
     longest = prompts == prompts.max(initial=0)
-    if len(np.unique(prompts)) < 4 or longest.sum() < 2 or longest.mean() > 0.5:
+    if len(np.unique(prompts)) < b.lengths or longest.sum() < b.longest[0] or longest.mean() > b.longest[1]:
         return untested("padding", "prompts have too few lengths to see what padding does")
     count = np.bincount(t.sequence)[numbers]
     sizes = np.sqrt(np.bincount(t.sequence, weights=t.u**2)[numbers] / count)
     good = sizes <= e.usual
     k, n = int(longest.sum()), len(numbers)
     p = float(np.exp(gammaln(k + 1) + gammaln(n - k + 1) - gammaln(n + 1)))
-    holds = bool(good[longest].all()) and good[~longest].mean() < 0.2
+    holds = bool(good[longest].all()) and good[~longest].mean() < b.healthy
     said = (
         f"the {k} sequences of the longest prompt are healthy and {1 - good[~longest].mean():.0%} of the others are not"
     )
@@ -234,10 +225,10 @@ def padding(e: Evidence, tests: int) -> Finding:
 
 def repetition(e: Evidence, tests: int) -> Finding:
     """Tokens that stood in the sequence before are less likely on one side, all others a little more likely."""
-    t = e.clean
+    t, b = e.clean, of("repetition")
     seen, keep = _repeated(e.texts, e.begins)[e.places], e.telling
     s, d, u = seen[keep], t.d[keep], t.u[keep]
-    if min(different(t.unit[keep][s]), different(t.unit[keep][~s])) < FEWEST or s.sum() < 20:
+    if min(different(t.unit[keep][s]), different(t.unit[keep][~s])) < FEWEST or s.sum() < b.fewest:
         return untested("repetition", "too few tokens had stood in their sequence before")
     sign = 1.0 if d[s].sum() > d[~s].sum() else -1.0
     means = sums_by(t.unit[keep], sign * d * s, np.abs(d) * s, sign * d * ~s, np.abs(d) * ~s)
@@ -247,14 +238,14 @@ def repetition(e: Evidence, tests: int) -> Finding:
         one, other = sums[..., 0] / np.maximum(sums[..., 1], 1e-30), sums[..., 2] / np.maximum(sums[..., 3], 1e-30)
         return np.minimum(one, -other)
 
-    found = tested(means, lean, 0.5, tests)
+    found = tested(means, lean, b.lean, tests)
     size = float(np.sqrt(np.square(u[s]).mean()))
     side = SIDES[1] if sign < 0 else SIDES[0]
     said = (f"{float((sign * d[s] > 0).mean()):.0%} of tokens that had stood in their sequence before are less likely "
             f"by the {side}, and {float((sign * d[~s] < 0).mean()):.0%} of the others more likely")  # fmt: skip
     rest = np.where((sign * t.d > 0) == seen, 0.0, t.d)
     return found_as("repetition", found, "of d leans", said, also=e.too_large(t.where(seen), tests).p, holds=size > 0,
-                    detectable=0.5, rest=rest)  # fmt: skip
+                    detectable=b.lean, rest=rest)  # fmt: skip
 
 
 def _repeated(tokens: Array, begins: Array) -> Array:
@@ -279,18 +270,17 @@ def _repeated(tokens: Array, begins: Array) -> Array:
 def position(e: Evidence, tests: int) -> Finding:
     """|u| in the last third of the longest sequences against the first third, where the last is beyond the usual; last
     tokens aside, which may be scored otherwise."""
-    t = e.clean.telling
+    t, b = e.clean.telling, of("position")
     t = t.where(t.left > 0)
     longest = t.position.max(initial=0) + 1
-    if longest < 24:
+    if longest < b.tokens:
         return untested("position", f"responses of at most {longest} tokens are too short to see growth; 24 at least")
     early, late = t.position < longest / 3, t.position >= 2 * longest / 3
     if min(different(t.unit[part]) for part in (early, late)) < FEWEST:
         return untested("position", "fewer than 8 sequences reach the last third of the longest")
     square = t.u**2
-    found = tested(
-        sums_by(t.unit, square * late, late, square * early, early), rms_ratio(0, 2), float(np.log(2)), tests
-    )
+    sums = sums_by(t.unit, square * late, late, square * early, early)
+    found = tested(sums, rms_ratio(0, 2), float(np.log(b.times)), tests)
     size = e.too_large(t.where(late), tests)
     said = f"|d| in the last third of {longest} positions is {np.exp(found.value):.3g} times that of the first"
     after = e.clean.position >= longest / 3
@@ -312,7 +302,8 @@ def nondeterministic(e: Evidence, tests: int) -> Finding:
     if len(set(pairs[:, 0])) < FEWEST:
         return untested("nondeterministic", "fewer than 8 prompts have a token twice in one context")
     sums = sums_by(pairs[:, 0], pairs[:, 1], pairs[:, 2])
-    apart = tested(sums, lambda s: 1 - s[..., 0] / np.maximum(s[..., 1], 1e-30), 0.3, tests)
+    unlike = of("nondeterministic").unlike
+    apart = tested(sums, lambda s: 1 - s[..., 0] / np.maximum(s[..., 1], 1e-30), unlike, tests)
     said = f"d of one token in one context correlates by {1 - apart.value:.2f} between samples"
     rest = e.clean.d * np.sqrt(1 - np.clip(np.nan_to_num(apart.value), 0, 1))
     return found_as("nondeterministic", apart, "1 - correlation", said, also=e.too_large(e.clean, tests).p, rest=rest)

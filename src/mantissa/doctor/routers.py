@@ -24,25 +24,11 @@ import numpy as np
 
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence
-from mantissa.doctor.facts import facts
+from mantissa.doctor.facts import facts, part
 from mantissa.doctor.kinds import tokens_fly
 from mantissa.doctor.sample import Array
+from mantissa.doctor.thresholds import AT_A_PLACE, AT_THE_USUAL, FAR, MEDIAN, MOST_FLY, RULE, THROUGHOUT
 
-# Not told from flights.
-BY_ROUTERS = ("experts", "single_tokens", "some_sequences", "position", "prompt", "onset", "nondeterministic")
-_BY_MANY = (
-    "experts",
-    "single_tokens",
-    "some_sequences",
-    "position",
-    "nondeterministic",
-    "too_large",
-)  # nor from many: no place is there
-_THROUGHOUT = 0.5  # of a sequence's tokens beyond the usual: it differs throughout
-_AT_A_PLACE = 0.25  # so much more of the first, or of the last tokens beyond the usual than of others: it is the place
-_MEDIAN = 0.6745  # of |x|, and _AT_THE_USUAL the share of |x| above 1, of a standard normal x
-_AT_THE_USUAL = 0.3173
-_MOST = 0.9  # of the tokens beyond the usual: if routers make so much, that is as bad as a fault
 _KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -74,24 +60,24 @@ def flights(e: Evidence) -> Flights | None:
         return None
     for at in (e.clean.position == 0, e.clean.left == 0):
         here, others = at & e.telling, ~at & e.telling
-        if here.any() and beyond[here].mean() > _AT_A_PLACE + (beyond[others].mean() if others.any() else 0.0):
+        if here.any() and beyond[here].mean() > AT_A_PLACE + (beyond[others].mean() if others.any() else 0.0):
             beyond &= ~at
     some = beyond[e.telling]
     half = float(np.median(np.abs(t.u))) / e.usual
-    most = min(max(half, facts().mixture.beyond), _AT_THE_USUAL)
+    most = min(max(half, facts().mixture.beyond), AT_THE_USUAL)
     own = np.bincount(t.sequence, weights=some) / np.maximum(np.bincount(t.sequence), 1)
-    few = bool(some.mean() <= most) and not (some.any() and float(np.median(own[t.sequence[some]])) > _THROUGHOUT)
+    few = bool(some.mean() <= most) and not (some.any() and float(np.median(own[t.sequence[some]])) > THROUGHOUT)
     square = t.u**2
-    rule = float(square[some & (np.abs(t.u) > 4 * e.usual)].sum()) > 0.5 * float(square.sum())
+    rule = float(square[some & (np.abs(t.u) > FAR * e.usual)].sum()) > RULE * float(square.sum())
     counts = int(some.sum()), len(some), t.where(~some).size
     single = tokens_fly(e)
-    return Flights(*counts, rule or single, beyond, most, few, half <= _MEDIAN, bool(some.mean() < _MOST), single)
+    return Flights(*counts, rule or single, beyond, most, few, half <= MEDIAN, bool(some.mean() < MOST_FLY), single)
 
 
 def may_be(flown: Flights, found: Sequence[Finding]) -> bool:
     """Whether routers may have made what was found, more flights than a mixture is known to have. They know nothing of
     a sequence's number: where those of one rank or one block differ, it is something else."""
-    return bool(found) and all(each.name in _BY_MANY and not each.by_number for each in found)
+    return bool(found) and all("many" in part(each.name).routers and not each.by_number for each in found)
 
 
 def routes(config: Any) -> bool | None:

@@ -18,13 +18,8 @@ import numpy as np
 
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence, few, untested
-from mantissa.doctor.sample import FEWEST, SIDES, Array, Tokens
-
-_FAR = (2.0, 8.0)  # times the usual bound, or the size of the differences of the rarer sign
-_COUNTED = 1.5  # nats
-_WORDS = 6  # different ones, at least, for a decision by them
-_PURE = 0.95  # of the tokens that differ far: of their word's own sign
-_BIASED = 0.25  # of the words that differ far, at most, have a bias of their own
+from mantissa.doctor.sample import SIDES, Array, Tokens
+from mantissa.doctor.thresholds import COUNTED, FEWEST, NOISE, ONE_SIDED, WORDS, of
 
 
 @dataclass(frozen=True)
@@ -47,23 +42,23 @@ def one_sided(t: Tokens, word_N: Array, usual: float) -> OneSided:
 
     squares = [float(np.square(t.u[part]).sum()) for part in (t.d < 0, t.d > 0)]
     noise = float(np.sqrt(min(squares) / max(int((t.d < 0 if squares[0] < squares[1] else t.d > 0).sum()), 1)))
-    far = np.abs(t.u) > min(_FAR[0] * usual, max(_FAR[1] * noise, usual / 8))
+    far = np.abs(t.u) > min(ONE_SIDED[0] * usual, max(ONE_SIDED[1] * noise, ONE_SIDED[2] * usual))
     words, word = np.unique(word_N[far], return_inverse=True)
     d, count = t.d[far], np.maximum(np.bincount(word, minlength=len(words)), 1)
     down = np.bincount(word, d < 0, len(words)) > count / 2
     most_down = bool(down.sum() * 2 >= len(words))
     wrong = int(((d < 0) != down[word]).sum())
-    counted = np.abs(d) < _COUNTED
+    counted = np.abs(d) < COUNTED
     rarer = np.bincount(word, np.where(counted, 1 / (1 + np.exp(np.minimum(np.abs(d), 50.0))), 0.0), len(words)) / count
     known = np.bincount(word, counted, len(words)) > 0
     others = (down != most_down) & known
-    p = float(pdtr(int(others.sum()), float(rarer[known].sum()))) if known.sum() >= _WORDS else 1.0
+    p = float(pdtr(int(others.sum()), float(rarer[known].sum()))) if known.sum() >= WORDS else 1.0
     return OneSided(far, SIDES[not most_down], words[down != most_down], wrong, len(words), p)
 
 
-def _noise(t: Tokens, usual: float) -> bool:
+def is_noise(t: Tokens, usual: float) -> bool:
     """Whether what is of the wrong sign is noise."""
-    return t.size <= usual and float(np.abs(t.u).max(initial=0.0)) <= 6 * max(usual, 1e-6)
+    return t.size <= usual and float(np.abs(t.u).max(initial=0.0)) <= NOISE * max(usual, 1e-6)
 
 
 def min_tokens(e: Evidence, tests: int) -> Finding:
@@ -78,10 +73,10 @@ def min_tokens(e: Evidence, tests: int) -> Finding:
     until = int(t.position[found.far].max(initial=-1)) + 1
     ends = e.all.position[e.all.left == 0]
     early = t.position < until
-    if until < 2 or early.all() or found.words < _WORDS:
+    if until < of("min_tokens").tokens or early.all() or found.words < WORDS:
         return untested("min_tokens", "no first tokens differ from the others")
     sign = -1.0 if found.above == SIDES[0] else 1.0
-    quiet = _noise(t.where(early & (sign * t.d < 0)), e.usual) and _noise(t.where(~early), e.usual)
+    quiet = is_noise(t.where(early & (sign * t.d < 0)), e.usual) and is_noise(t.where(~early), e.usual)
     holds = quiet and not len(found.others) and not found.wrong and int(ends.min(initial=until)) >= until - 1
     count, share = int(found.far.sum()), float(early.mean())
     p = max(found.p, min(1.0, share**count * until))
@@ -95,18 +90,18 @@ def logit_bias(e: Evidence, tests: int) -> Finding:
 
     Z, the sum of the biased law, is on one side of 1 where all biases have one sign.
     """
-    t = e.clean.telling
+    t, b = e.clean.telling, of("logit_bias")
     if t.units < FEWEST:
         return few("logit_bias", t.units)
     word = e.texts[e.places[e.telling]]
     found = one_sided(t, word, e.usual)
-    if found.words < _WORDS or not len(found.others):
+    if found.words < WORDS or not len(found.others):
         return untested("logit_bias", "no words differ to one side while others differ to the other")
     own = np.isin(word, found.others)
     sign = np.where(own, -1.0, 1.0) * (-1.0 if found.above == SIDES[0] else 1.0)
-    few_words = len(found.others) <= max(1.0, _BIASED * found.words)
-    pure = found.wrong <= (1 - _PURE) * found.far.sum()
-    holds = few_words and pure and _noise(t.where(sign * t.d < 0), 2 * e.usual)
+    few_words = len(found.others) <= max(1.0, b.words * found.words)
+    pure = found.wrong <= (1 - b.pure) * found.far.sum()
+    holds = few_words and pure and is_noise(t.where(sign * t.d < 0), b.noise * e.usual)
     listed = ", ".join(map(str, found.others[:5].tolist())) + ", ..." * (len(found.others) > 5)
     said = (f"at {len(found.others)} words (ids {listed}) the {found.above}'s log-probs are below the other side's, at "
             f"{found.words - len(found.others)} others that differ far they are above")  # fmt: skip

@@ -25,13 +25,9 @@ import numpy as np
 from mantissa.base.bounds import LARGEST_FLOAT
 from mantissa.doctor.diagnosis import Which
 from mantissa.doctor.dump import Dump
+from mantissa.doctor.thresholds import CERTAIN, FEWEST, GRID, LEVEL, POWER, PROMPTS
 
-FEWEST = 8  # units, for a test
-LEVEL = 0.05  # of a false alarm in a healthy dump, over all tests together
-POWER = 0.95
 SIDES: tuple[Which, Which] = ("rollout", "learner")
-_PROMPTS = 12  # from so many on they are the units: p is never below 2 ** -units, and 28 tests share the level
-CERTAIN = 0.01  # of 1 - p: below it a token says nothing
 _SMALL = 1 << 24  # the largest number of a unit that is counted by a table
 Array = np.ndarray
 
@@ -86,7 +82,7 @@ def tokens_of(dump: Dump) -> tuple[Tokens, Array, Array]:
     """All compared positions of a dump, non-finite ones too; and which of them are finite in fp32 on each side
     (rollout, learner)."""
     groups = [each.group for each in dump.sequences]
-    whole = None not in groups and len(set(groups)) >= _PROMPTS
+    whole = None not in groups and len(set(groups)) >= PROMPTS
     numbers = np.unique(np.array(groups if whole else range(len(groups))), return_inverse=True)[1]
     lengths = np.array([len(each.mask) for each in dump.sequences], dtype=np.int64)
     sequence = np.repeat(np.arange(len(lengths)), lengths)
@@ -201,13 +197,13 @@ def grid_of(values: Array) -> Grid | None:
     if len(values) < 20:
         return None
     single = values.astype(np.float32)
-    if float(((single.view(np.uint32) & 0xFFFF) == 0).mean()) > 0.99:
+    if float(((single.view(np.uint32) & 0xFFFF) == 0).mean()) > GRID:
         return Grid(bits=7)
     ours = single[(np.abs(single) > 6.2e-5) & (np.abs(single) < 65504)]  # what fp16 holds with all of its mantissa
-    if len(ours) >= 20 and float((ours == ours.astype(np.float16).astype(np.float32)).mean()) > 0.99:
+    if len(ours) >= 20 and float((ours == ours.astype(np.float16).astype(np.float32)).mean()) > GRID:
         return Grid(bits=10)
     for decimals in (2, 3, 4):
-        if float((np.abs(values * 10**decimals - np.round(values * 10**decimals)) < 1e-6 * 10**decimals).mean()) > 0.99:
+        if float((np.abs(values * 10**decimals - np.round(values * 10**decimals)) < 1e-6 * 10**decimals).mean()) > GRID:
             return Grid(decimals=decimals)
     return None
 

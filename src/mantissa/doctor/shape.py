@@ -15,27 +15,11 @@ import numpy as np
 
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence, few, found_as, untested
-from mantissa.doctor.sample import (
-    FEWEST,
-    LEVEL,
-    Array,
-    Tested,
-    Tokens,
-    detectable_beyond,
-    different,
-    ranked,
-    sums_by,
-    tested,
-)
+from mantissa.doctor.sample import Array, Tested, Tokens, detectable_beyond, different, ranked, sums_by, tested
+from mantissa.doctor.thresholds import FEWEST, LEVEL, of
 
-# What is no sign, where the gap is of a healthy size, and where it is larger than that and only its kind is asked for.
-_LIKENESS = (0.03, 0.01)  # correlation of u over the same token: rounding has up to 0.02
-_FADE = (1.35, 1.2)  # early |u| over late: rounding and other weights have up to 1.25
-_PERHAPS = (0.85, 1.1)  # of early over late: below, it may be of positions; above, of the prompt
-_GROWN = 0.5  # of early over late: below, it is of no weights
 _BINS = 10  # of a side's log-prob
 _TAIL = 4.0  # root mean squares: |u| beyond counts as so much
-_QUIET = 0.05  # of the bound, where log-probs are as good as equal
 
 
 def weights(e: Evidence, tests: int) -> Finding:
@@ -44,24 +28,24 @@ def weights(e: Evidence, tests: int) -> Finding:
     r = sum_v w_v sum_{i<j} u_i u_j / sum_v w_v n_v mean(u^2), over pairs i, j of token v in two units, n_v of them, w_v
     = 1 / (occurrences - 1). H0: r is at most 0.03.
     """
-    t = e.clean.telling
-    if t.units < FEWEST or len(t.u) < 100:
+    t, b = e.clean.telling, of("weights")
+    if t.units < FEWEST or len(t.u) < b.fewest:
         return few("weights", t.units)
     if any(s.learner_version is not None and s.rollout_version not in (None, s.learner_version)
            for s in e.dump.sequences):  # fmt: skip
         return untested("weights", "the dump says that other weights sampled: that is no news")
     token, beyond = e.texts[e.places[e.telling]], e.too_large(t, tests).p
-    found, pairs = _likeness(token, t, _levelled(t), _LIKENESS[beyond < LEVEL / tests], tests)
-    if pairs < 100:
-        return untested("weights", f"{pairs} pairs of one token in two prompts; 100 at least")
+    found, pairs = _likeness(token, t, _levelled(t), b.correlation[beyond < LEVEL / tests], tests)
+    if pairs < b.fewest:
+        return untested("weights", f"{pairs} pairs of one token in two prompts; {b.fewest} at least")
     said = f"u of the same token in different prompts correlates by {found.value:.2f}, and rounding does not"
     alike = e.dump.settings.rollout_format == e.dump.settings.learner_format
     told = alike and e.dump.settings.rollout_format is not None
     # Two formats round the weights themselves, and one that is not named may be another: there size decides.
     times = _faded(e, 0.0, tests)
-    holds = t.size > _QUIET * e.usual and (times is None or np.exp(times.value) > _GROWN)
+    holds = t.size > b.quiet * e.usual and (times is None or np.exp(times.value) > b.grown)
     made = found_as("weights", found, "correlation", said, also=0.0 if told else beyond, holds=holds)
-    if times is None or _PERHAPS[0] < np.exp(times.value) < _PERHAPS[1]:
+    if times is None or b.perhaps[0] < np.exp(times.value) < b.perhaps[1]:
         return made
     return made.or_else("prompt" if times.value > 0 else "position")
 
@@ -119,7 +103,7 @@ def _faded(e: Evidence, bound: float, tests: int) -> Tested | None:
     t = e.clean.telling
     longest = t.position.max(initial=0) + 1
     early, late = t.position < max(longest / 8, 3), t.position >= longest / 2
-    if longest < 12 or min(different(t.unit[part]) for part in (early, late)) < FEWEST:
+    if longest < of("prompt").tokens or min(different(t.unit[part]) for part in (early, late)) < FEWEST:
         return None
     size = np.minimum(np.abs(t.u), _TAIL * float(np.sqrt(np.square(t.u).mean())))
 
@@ -132,12 +116,12 @@ def _faded(e: Evidence, bound: float, tests: int) -> Tested | None:
 
 def prompt(e: Evidence, tests: int) -> Finding:
     """|u| is largest where responses begin (``_faded``)."""
-    t = e.clean.telling
-    bound = _FADE[e.too_large(t, tests).p < LEVEL / tests] if t.units >= FEWEST else _FADE[0]
+    t, b = e.clean.telling, of("prompt")
+    bound = b.times[t.units >= FEWEST and e.too_large(t, tests).p < LEVEL / tests]
     found = _faded(e, float(np.log(bound)), tests)
     if found is None:
         return untested("prompt", "responses are too short or too few to see whether the gap fades")
     times = float(np.exp(min(found.value, 50.0)))
     said = f"|u| in the first eighth of the responses is {times:.2g} times that of their second half"
     return found_as("prompt", found, "times", said, effect=times, detectable=float(np.exp(min(found.detectable, 50.0))),
-                    holds=t.size > _QUIET * e.usual)  # fmt: skip
+                    holds=t.size > b.quiet * e.usual)  # fmt: skip

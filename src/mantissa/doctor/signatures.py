@@ -18,14 +18,8 @@ import numpy as np
 from mantissa.doctor import changes, kinds, places, rules, shape, values
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence, Test, untested
-from mantissa.doctor.sample import FEWEST, LEVEL
-
-ENOUGH = 0.5  # of sum d^2: what explains less is no verdict
-PARTLY = 0.2  # enough where the whole is of a healthy size, and a part of it is not
-_AS_MUCH = 0.1  # shares that are so near are alike
-LITTLE = 0.25  # of sum d^2: the first of two faults may explain so little
-_TOGETHER = 0.65  # and both together so much
-_SECOND = 0.02  # of sum d^2, that a second fault must hold at least
+from mantissa.doctor.facts import part
+from mantissa.doctor.thresholds import AS_MUCH, ENOUGH, FAR, FEWEST, LEVEL, LITTLE, PARTLY, SECOND, TOGETHER
 
 SIGNATURES: dict[str, Test] = {
     "not_logprobs": values.not_logprobs,
@@ -62,25 +56,6 @@ SIGNATURES: dict[str, Test] = {
     "weights": shape.weights,
     "too_large": places.size,
 }
-_PLACES = (
-    "end_token",
-    "first_token",
-    "padding",
-    "onset",
-    "mid_sequence",
-    "stale",
-    "after_sync",
-    "some_sequences",
-    "experts",
-    "single_tokens",
-    "position",
-)
-SHAPES = ("prompt", "weights")  # what is known of a gap that nothing explains
-_SIZES = ("too_large", *SHAPES)
-_LAWS = ("units", "support", "temperature", "soft_cap", "repetition", "min_tokens", "logit_bias")
-# Of what is seen in the same sequences, these say where in them it begins.
-_SAYS_MORE = {"some_sequences": ("moved_from", "mid_sequence"), "mid_sequence": ("moved_from", "min_tokens")}
-_WITHOUT_BOTH = ("not_logprobs", "unnormalised", "nonfinite", "cut_off", "unscored", "coarse_logprobs")
 
 
 def findings(evidence: Evidence) -> list[Finding]:
@@ -89,11 +64,10 @@ def findings(evidence: Evidence) -> list[Finding]:
     That anything is wrong is found at ``LEVEL`` over all tests together (Bonferroni: the smallest p, times their
     number). Only then is it named: whatever is below ``LEVEL`` by itself is found.
     """
-    scored = _WITHOUT_BOTH if len(evidence.all.x) else ()
     other = "single_tokens" if evidence.dump.routed else "experts"  # one test, by what is known of the policy
     results = [
         test(evidence, len(SIGNATURES))
-        if len(evidence.clean.x) or name in scored
+        if len(evidence.clean.x) or (part(name).one_side and len(evidence.all.x))
         else untested(name, "no token was scored by both sides")
         for name, test in SIGNATURES.items() if name != other
     ]  # fmt: skip
@@ -123,9 +97,9 @@ def causes(evidence: Evidence, every: Sequence[Finding]) -> list[Finding]:
         return (exact or ([first] if first else []))[:2]
     if any(each.name == "not_logprobs" for each in exact):
         return exact[:1]
-    second, part = _second(evidence, first)
+    second, share = _second(evidence, first)
     found = [*exact, first, *([second] if second is not None else [])]
-    enough = cause_of(every) is not None or first.share + part >= _TOGETHER
+    enough = cause_of(every) is not None or first.share + share >= TOGETHER
     return found[:2] if enough else exact
 
 
@@ -133,15 +107,15 @@ def _second(evidence: Evidence, first: Finding) -> tuple[Finding | None, float]:
     """Another fault, of another place, in what ``first`` leaves; and the share of the whole that it explains."""
     after, usual = evidence.after(first.rest), evidence.usual
     left = Evidence.of(after, usual)
-    if first.name not in _PLACES and len(left.clean.telling.u):
+    if part(first.name).of != "place" and len(left.clean.telling.u):
         # What a law leaves is larger than noise, and no second fault.
-        left = Evidence.of(after, max(usual, 4 * float(np.median(np.abs(left.clean.telling.u)))))
+        left = Evidence.of(after, max(usual, FAR * float(np.median(np.abs(left.clean.telling.u)))))
     second = cause_of(findings(left))
-    if second is None or second.name not in _PLACES or second.name == first.name:
+    if second is None or part(second.name).of != "place" or second.name == first.name:
         return None, 0.0
     total = max(float(np.square(evidence.clean.d).sum()), 1e-30)
-    part = second.share * float(np.square(left.clean.d).sum()) / total
-    return (replace(second, share=part), part) if part > _SECOND else (None, 0.0)
+    share = second.share * float(np.square(left.clean.d).sum()) / total
+    return (replace(second, share=share), share) if share > SECOND else (None, 0.0)
 
 
 def _law_and_place(whole: Evidence) -> list[Finding]:
@@ -156,10 +130,10 @@ def _law_and_place(whole: Evidence) -> list[Finding]:
     m = (t.x + t.y) / 2
     cuts = np.quantile(m, np.linspace(0, 1, 21)[1:-1])
     where = np.searchsorted(cuts, m)
-    medians = np.array([np.median(t.d[where == part]) if (where == part).any() else 0.0 for part in range(20)])
+    medians = np.array([np.median(t.d[where == n]) if (where == n).any() else 0.0 for n in range(20)])
     flat = replace(whole, clean=replace(t, y=t.x + t.d - medians[where]))
     quiet = float(np.median(np.abs(flat.clean.telling.u)))
-    found = kinds.some_sequences(replace(flat, usual=max(usual, 4 * quiet)), len(SIGNATURES))
+    found = kinds.some_sequences(replace(flat, usual=max(usual, FAR * quiet)), len(SIGNATURES))
     if found.p > LEVEL / len(SIGNATURES) or found.rest is None:
         return []
     odd = np.unique(t.sequence[np.isnan(found.rest)])
@@ -167,7 +141,7 @@ def _law_and_place(whole: Evidence) -> list[Finding]:
     rest = replace(dump, sequences=[
         each for place, each in enumerate(dump.sequences) if place not in odd and not short[place]])  # fmt: skip
     law = cause_of(findings(Evidence.of(rest, usual)))
-    return [law, replace(found, found=True, share=0.0)] if law is not None and law.name in _LAWS else []
+    return [law, replace(found, found=True, share=0.0)] if law is not None and part(law.name).of == "law" else []
 
 
 def cause_of(every: Sequence[Finding], least: float = ENOUGH) -> Finding | None:
@@ -177,14 +151,14 @@ def cause_of(every: Sequence[Finding], least: float = ENOUGH) -> Finding | None:
     """
     large = any(each.found for each in every if each.name == "too_large")
     exact = [each for each in every if each.found and each.exact]
-    named = [each for each in every if each.found and each.name not in _SIZES and not each.exact]
+    named = [each for each in every if each.found and part(each.name).of not in ("shape", "size") and not each.exact]
     enough = {each.name for each in named if each.share >= least}
-    named = [each for each in named if not enough.intersection(_SAYS_MORE.get(each.name, ()))]
-    part = least if large else PARTLY
-    named = [each for each in named if each.share >= (part if each.name in _PLACES else least)]
+    named = [each for each in named if not enough.intersection(part(each.name).unless)]
+    some = least if large else PARTLY
+    named = [each for each in named if each.share >= (some if part(each.name).of == "place" else least)]
     if exact and (not named or not large):
         return exact[0]
     if not named:
         return None
     most = max(each.share for each in named)
-    return next(each for each in named if each.share >= most - _AS_MUCH)
+    return next(each for each in named if each.share >= most - AS_MUCH)

@@ -45,19 +45,11 @@ from mantissa.doctor.diagnosis import Cause, CauseKind, Which
 from mantissa.doctor.dump import Settings
 from mantissa.doctor.facts import facts
 from mantissa.doctor.sides import Array, Cache, Scores, Side, Weights
+from mantissa.doctor.thresholds import CAUSES, DAMAGED, FEWEST_OF_HALF, LEAST, MUCH, ONE_SIGN, REPRODUCED, SMALL
 from mantissa.mismatch.intervals import Estimate, jackknife_interval
 from mantissa.model import Decoder, ModelConfig, base_parameters, policy_weights
 from mantissa.model.decoder import AdaptedProjection, merge
 from mantissa.precision import E4M3, format_named, round_to_format
-
-LEAST = 0.01  # of sum d^2, below which a cause is not worth a name
-_MOST = 6  # causes
-_FEWEST = 4  # units in a half
-_REPRODUCED = 0.25  # of the squared rounding that a finer format denies
-_ONE_SIDED = 0.8  # mean sign of d
-_MUCH = 0.1  # of sum d^2: worth a forward for each layer
-_DAMAGED = 3.0  # times the declared rounding: below it a gap is no sign of damaged weights
-_SMALL = 1e-4  # nats: what rounding is at least taken to be
 
 
 @dataclass(frozen=True)
@@ -196,7 +188,7 @@ def _support(which: Which, side: Side, settings: Settings, scores: Scores) -> li
         change = {"kept": not side.kept, "top_k": 0, "top_p": 1.0}
         what = "the whole support" if side.kept else "the kept tokens alone"
         return [*found, Hypothesis(CauseKind.SUPPORT, which, change, what)]
-    if np.sign(scores.d).mean() * (1 if which == "learner" else -1) < _ONE_SIDED:
+    if np.sign(scores.d).mean() * (1 if which == "learner" else -1) < ONE_SIGN:
         return found
     if settings.top_k is None and settings.top_p is None:
         kept = [("top-p 0.9", {"top_p": 0.9}), ("top-p 0.95", {"top_p": 0.95}), ("top-k 50", {"top_k": 50})]
@@ -309,7 +301,7 @@ def substitute(
     search.run(tried, say)
     much, names = search.left_over(), list(scores.versions)
     if much and not any("weights" in each.change for each in search.taken):
-        if much > _DAMAGED:
+        if much > DAMAGED:
             scores.versions |= damages(scores.model)
             names = list(scores.versions)
         layers = range(scores.model.config.num_hidden_layers)
@@ -342,10 +334,10 @@ class _Search:
         self.unit_N = _units(scores)
         self.held_N = self.unit_N % 2 == 1
         units = int(self.unit_N.max()) + 1
-        if units // 2 < _FEWEST:
+        if units // 2 < FEWEST_OF_HALF:
             raise MantissaError(
-                f"{units} sequences (or prompts) with log-probs of both sides: expected {2 * _FEWEST} or more, for "
-                "half of them choose among the hypotheses and the others measure"
+                f"{units} sequences (or prompts) with log-probs of both sides: expected {2 * FEWEST_OF_HALF} or more, "
+                "for half of them choose among the hypotheses and the others measure"
             )
         self.columns = self._rounding()
 
@@ -399,7 +391,7 @@ class _Search:
         saved = getattr(self.scores, hypothesis.which)
         then, now = self.scored(hypothesis), self.scores(self.sides[hypothesis.which])
         for half in (self.held_N, ~self.held_N):
-            if not np.square(saved - then)[half].sum() < _REPRODUCED * np.square(now - then)[half].sum():
+            if not np.square(saved - then)[half].sum() < REPRODUCED * np.square(now - then)[half].sum():
                 return False
         return True
 
@@ -416,7 +408,7 @@ class _Search:
     # the search
 
     def run(self, tried: Sequence[Hypothesis], say: Callable[[str], None]) -> None:
-        while len(self.taken) < _MOST and not self._all_explained():
+        while len(self.taken) < CAUSES and not self._all_explained():
             left = [each for each in tried if self._possible(each)]
             if not left:
                 return
@@ -462,10 +454,10 @@ class _Search:
     def left_over(self) -> float:
         """Root mean square of what is not explained, in units of the declared rounding's; 0 where it is little of d."""
         left = np.square(self._left(self.columns)).mean()
-        if not left > _MUCH * np.square(self.d).mean():
+        if not left > MUCH * np.square(self.d).mean():
             return 0.0
         rounding = sum(float(np.square(column.values).mean()) for column in self.columns if not column.hypothesis)
-        return float(np.sqrt(left / max(rounding, _SMALL**2)))
+        return float(np.sqrt(left / max(rounding, SMALL**2)))
 
     # the fit
 
@@ -548,7 +540,7 @@ class _Search:
 def _units(scores: Scores) -> Any:
     """For each token its prompt's number, where there are enough of them and all are known; else its sequence's."""
     groups = [each.group for each in scores.sequences]
-    if all(group is not None for group in groups) and len(set(groups)) >= 2 * _FEWEST:
+    if all(group is not None for group in groups) and len(set(groups)) >= 2 * FEWEST_OF_HALF:
         return np.unique(np.array(groups), return_inverse=True)[1][scores.of_sequence]
     return scores.of_sequence
 

@@ -17,29 +17,12 @@ import numpy as np
 
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence, few, found_as, untested
-from mantissa.doctor.rules import one_sided
-from mantissa.doctor.sample import (
-    CERTAIN,
-    FEWEST,
-    LEVEL,
-    POWER,
-    SIDES,
-    Array,
-    Tested,
-    Tokens,
-    different,
-    sums_by,
-    tested,
-)
+from mantissa.doctor.rules import is_noise, one_sided
+from mantissa.doctor.sample import SIDES, Array, Tested, Tokens, different, sums_by, tested
+from mantissa.doctor.thresholds import ABOVE_ZERO, CAP, CERTAIN, FEWEST, LEVEL, LIKELIEST, PAIRS, POWER, SAME, of
 
-_SHIFTS = (-2, -1, 1, 2)
 _UNITS = {"base 2": 1 / np.log(2), "base 10": 1 / np.log(10)}
-_CAP = 5.0  # of |u| where only agreement counts
 _ROWS, _ROW = 600, 24  # sequences that are compared with one another, and tokens of each, at most
-_ALIKE = 10  # sequences, at least
-_SAME = 1e-6  # nats: a certain token's log-prob, or two that are one
-_SURE = float(np.log(0.55))  # above it a token is the likeliest of its context, whatever the others are
-_PAIRS = 10  # of words in one context, for a decision by them
 
 
 # what no noise can do
@@ -47,11 +30,11 @@ _PAIRS = 10  # of words in one context, for a decision by them
 
 def not_logprobs(e: Evidence, tests: int) -> Finding:
     """Log-probs above 0: logits, probabilities, or losses with their sign turned."""
-    share = [float((np.nan_to_num(side, nan=-1.0) > 1e-3).mean()) for side in (e.all.x, e.all.y)]
+    share = [float((np.nan_to_num(side, nan=-1.0) > ABOVE_ZERO).mean()) for side in (e.all.x, e.all.y)]
     side = SIDES[int(np.argmax(share))]
     said = f"{max(share):.1%} of the {side}'s log-probs are above 0"
     above = e.all.y if side == SIDES[1] else e.all.x
-    value, count = np.unique(above[above > 1e-3], return_counts=True)
+    value, count = np.unique(above[above > ABOVE_ZERO], return_counts=True)
     if len(value) and count.max() >= 10 and count.max() > count.sum() / 2:
         said += f", {count.max():,} of them {value[count.argmax()]:g} to the bit"
     return Finding("not_logprobs", True, 0.0 if max(share) > 0 else 1.0, max(share), "of tokens", 0.0, said, exact=True)
@@ -79,22 +62,22 @@ def _runs(e: Evidence, missing: Array) -> tuple[Array, Array]:
         if len(ends) and end - begin == 1:
             last[begin] = True
         overflow[begin:end] = bool(len(ends)) or end - begin == 1
-    few_last = last.sum() < 0.8 * max(1, missing.sum())
+    few_last = last.sum() < of("unscored").last * max(1, missing.sum())
     return (overflow, last) if few_last else (np.zeros_like(last), last)
 
 
 def _cut_away(e: Evidence) -> Array:
     """bool [all]: tokens without a number on one side, where all of these are improbable on the other.
 
-    None of them is likelier than 0.55, and on average they are below four fifths of the others.
+    None of them is the likeliest of its context, and on average they are below four fifths of the others.
     """
-    missing = e.there[0] != e.there[1]
+    missing, b = e.there[0] != e.there[1], of("cut_off")
     other = np.where(e.there[0], e.all.x, np.where(e.there[1], e.all.y, 0.0))
     both = e.there.all(0)
-    if missing.sum() < 10 or both.sum() < 10:
+    if missing.sum() < b.fewest or both.sum() < b.fewest:
         return np.zeros_like(missing)
     rank = np.searchsorted(np.sort(other[both]), other[missing]).mean() / both.sum()
-    apart = bool((other[missing] <= _SURE).all()) and rank < 0.2
+    apart = bool((other[missing] <= LIKELIEST).all()) and rank < b.rank
     return missing & apart
 
 
@@ -115,7 +98,7 @@ def unscored(e: Evidence, tests: int, name: str = "unscored") -> Finding:
     one = one & ~overflow
     share = float(one.mean()) if len(one) else 0.0
     last = float((e.all.left[one] == 0).mean()) if share else 0.0
-    there = share > 0 and (last >= 0.8) == (name == "end_token") and not _unnormalised(e)
+    there = share > 0 and (last >= of("unscored").last) == (name == "end_token") and not _unnormalised(e)
     said = f"{share:.2%} of tokens are scored on one side only" + (f", {last:.0%} of them last ones" if share else "")
     said = "; ".join([said, *map(str, e.filled.fillers)])
     return Finding(name, True, 0.0 if there else 1.0, share if there else 0.0, "of tokens", 0.0, said, exact=True)
@@ -123,15 +106,16 @@ def unscored(e: Evidence, tests: int, name: str = "unscored") -> Finding:
 
 def _unnormalised(e: Evidence) -> str:
     """The side, if one, whose log-probs are logits less their largest: 0 at the likeliest token and above the other."""
-    both = e.there.all(0)
+    both, b = e.there.all(0), of("unnormalised")
     x, y = e.all.x[both], e.all.y[both]
     if not len(x):
         return ""
     for name, one, other in (("rollout", x, y), ("learner", y, x)):
-        zero, sure = np.abs(one) < _SAME, other > _SURE
-        above = (one - other > -6 * e.usual).mean()
-        bulk = ((other < -0.1) & zero).mean()
-        if zero.mean() < 0.9 and bulk > 0.03 and above > 0.97 and (not sure.any() or zero[sure].mean() > 0.95):
+        zero, sure = np.abs(one) < SAME, other > LIKELIEST
+        above = (one - other > -b.noise * e.usual).mean()
+        bulk = ((other < b.likely) & zero).mean()
+        some = b.zero < bulk and zero.mean() < b.zeros
+        if some and above > b.above and (not sure.any() or zero[sure].mean() > b.likeliest):
             return name
     return ""
 
@@ -139,30 +123,30 @@ def _unnormalised(e: Evidence) -> str:
 def unnormalised(e: Evidence, tests: int) -> Finding:
     """log p_v = z_v - max z in place of z_v - log sum exp z: exactly 0 for the likeliest token of each context."""
     side = _unnormalised(e) if len(e.all.x) else ""
-    zero = float((np.abs(np.nan_to_num(e.all.y if side == "learner" else e.all.x, nan=-1)) < _SAME).mean())
+    zero = float((np.abs(np.nan_to_num(e.all.y if side == "learner" else e.all.x, nan=-1)) < SAME).mean())
     said = f"{zero:.0%} of the {side}'s are exactly 0, every token of more than half among them" if side else "no"
-    return Finding("unnormalised", True, 0.0 if side else 1.0, zero if side else 0.0, "of tokens", 0.03, said,
-                   exact=True, rest=np.zeros(len(e.clean.x)))  # fmt: skip
+    return Finding("unnormalised", True, 0.0 if side else 1.0, zero if side else 0.0, "of tokens",
+                   of("unnormalised").zero, said, exact=True, rest=np.zeros(len(e.clean.x)))  # fmt: skip
 
 
 def units(e: Evidence, tests: int) -> Finding:
     """y = c x for nearly all tokens, c that of another base of logarithms."""
     from scipy.special import bdtrc
 
-    t = e.clean
-    known = (t.x < -0.5) & (t.y < -0.1)
+    t, b = e.clean, of("units")
+    known = (t.x < b.known[0]) & (t.y < b.known[1])
     if different(t.unit[known]) < FEWEST:
         return few("units", different(t.unit[known]))
     ratio = t.y[known] / t.x[known]
     c = float(np.median(ratio))
-    near_N = np.abs(t.y - c * t.x) < 0.02 * np.abs(t.y) + 4 * e.usual * np.minimum(1, t.uncertain)
+    near_N = np.abs(t.y - c * t.x) < b.near[0] * np.abs(t.y) + b.near[1] * e.usual * np.minimum(1, t.uncertain)
     name, off = min(((n, abs(np.log(max(c, 1e-9) / v))) for n, k in _UNITS.items() for v in (k, 1 / k)),
                     key=lambda pair: pair[1])  # fmt: skip
     share, hits = float(near_N.mean()), int(near_N.sum())
-    p = float(bdtrc(hits - 1, len(near_N), 0.5)) if share > 0.8 and off < 0.02 else 1.0
+    p = float(bdtrc(hits - 1, len(near_N), 0.5)) if share > b.tokens and off < b.factor else 1.0
     said = f"the learner's log-probs are {c:.4f} times the rollout's at {share:.0%} of tokens"
-    said += f", as with {name} on one side" if off < 0.02 else ""
-    return Finding("units", True, p, abs(c - 1), "times", 0.05, said, rest=t.y / c - t.x)
+    said += f", as with {name} on one side" if off < b.factor else ""
+    return Finding("units", True, p, abs(c - 1), "times", b.detectable, said, rest=t.y / c - t.x)
 
 
 # order
@@ -170,12 +154,12 @@ def units(e: Evidence, tests: int) -> Finding:
 
 def shift(e: Evidence, tests: int) -> Finding:
     """d_k: mean of min(|u|, 5) between x at t and y at t + k. Effect: log(d_0 / d_k) at the best k."""
-    t = e.clean
+    t, b = e.clean, of("shift")
     if t.units < FEWEST:
         return few("shift", t.units)
-    best, at, floor = None, 0, e.usual / 4  # a healthy gap's own size, or its few large tokens would be the error
-    rest, error, far = t.d, np.minimum(np.abs(t.u), _CAP), dict[int, Array]()
-    for k in _SHIFTS:
+    best, at, floor = None, 0, e.usual * b.floor  # a healthy gap's own size, or its few large tokens would be the error
+    rest, error, far = t.d, np.minimum(np.abs(t.u), CAP), dict[int, Array]()
+    for k in b.moved:
         one, other = (slice(None, -k), slice(k, None)) if k > 0 else (slice(-k, None), slice(None, k))
         if -k not in far:  # two tokens are as far apart there and back
             far[k] = (t.sequence[one] == t.sequence[other]) & (t.position[other] - t.position[one] == k)
@@ -185,9 +169,9 @@ def shift(e: Evidence, tests: int) -> Finding:
             continue
         # where x is at ``one`` and y at ``other``, compared with y at x's own place
         moved = Tokens(t.x[one][same], t.y[other][same], *(t.unit[:0],) * 4)
-        columns = error[one][same], np.minimum(np.abs(moved.u), _CAP), np.ones(len(unit))
+        columns = error[one][same], np.minimum(np.abs(moved.u), CAP), np.ones(len(unit))
         found = tested(sums_by(unit, *columns), lambda s: np.log(s[..., 0] / (s[..., 1] + floor * s[..., 2])),
-                       float(np.log(2)), tests * len(_SHIFTS))  # fmt: skip
+                       float(np.log(b.times)), tests * len(b.moved))  # fmt: skip
         if best is None or found.value > best.value:
             best, at = found, k
             rest = np.full(len(t.x), np.nan)
@@ -210,11 +194,11 @@ def rows(e: Evidence, tests: int) -> Finding:
     """
     from scipy.special import bdtrc, pdtri
 
-    t = e.clean
+    t, b = e.clean, of("rows")
     count = np.bincount(t.sequence)
-    long = np.flatnonzero(count >= 3)[:_ROWS]
-    if len(long) < _ALIKE:
-        return untested("rows", f"{len(long)} sequences of three tokens or more; {_ALIKE} at least")
+    long = np.flatnonzero(count >= b.tokens)[:_ROWS]
+    if len(long) < b.fewest:
+        return untested("rows", f"{len(long)} sequences of three tokens or more; {b.fewest} at least")
     first = np.searchsorted(t.sequence, long)
     width = int(min(_ROW, count[long].max()))
     at, real = first[:, None] + np.arange(width), np.arange(width) < np.minimum(count[long], width)[:, None]
@@ -228,15 +212,15 @@ def rows(e: Evidence, tests: int) -> Finding:
     own, mate = np.diag(apart), np.where(twins, np.inf, apart).argmin(1)
     other = apart[np.arange(len(own)), mate]
     nearest = np.where(twins, np.inf, _apart(x, x)).min(1)
-    close = min(e.usual, float(np.quantile(nearest, 0.05, method="lower")))
+    close = min(e.usual, float(np.quantile(nearest, b.close, method="lower")))
     bad = own > e.usual
-    hit = bad & (other <= np.minimum(close, own / 2))
+    hit = bad & (other <= np.minimum(close, own * b.nearer))
     hits, tried, by_chance = int(hit.sum()), int(bad.sum()), (float((nearest <= close).sum()) + 1) / (len(nearest) + 2)
-    beyond = hits / max(tried, 1) - by_chance > 0.25 and len(set(t.unit[first[hit]])) >= 3
+    beyond = hits / max(tried, 1) - by_chance > b.beyond and len(set(t.unit[first[hit]])) >= b.units
     good = len(own) - tried
-    if by_chance > 0.3 or (not beyond and good >= FEWEST and (own <= close).sum() < 0.4 * good):
+    if by_chance > b.chance or (not beyond and good >= FEWEST and (own <= close).sum() < b.known * good):
         return untested("rows", "sequences are too alike to say whose row one is")
-    least = next(k for k in itertools.count(3) if bdtrc(k - 1, round(k / 0.4), by_chance) < LEVEL / tests)
+    least = next(k for k in itertools.count(3) if bdtrc(k - 1, round(k / b.known), by_chance) < LEVEL / tests)
     group = [e.dump.sequences[row].group for row in long]
     near = np.mean([group[n] == group[mate[n]] and group[n] is not None for n in np.flatnonzero(hit)]) if hits else 0.0
     where = "of the same prompt" if near > 0.8 else "of the dump"
@@ -252,9 +236,10 @@ def _apart(one_RT: Array, other_RT: Array) -> Array:
     found = []
     for a in one_RT:
         least = np.minimum(np.minimum(a, other_RT), 0.0)
-        u = np.clip((a - other_RT) / np.maximum(-np.expm1(least), CERTAIN), -_CAP, _CAP)
+        u = np.clip((a - other_RT) / np.maximum(-np.expm1(least), CERTAIN), -CAP, CAP)
         count = np.isfinite(u).sum(1)
-        found.append(np.where(count >= 3, np.sqrt(np.nansum(u**2, 1) / np.maximum(count, 1)), _CAP))
+        near = np.sqrt(np.nansum(u**2, 1) / np.maximum(count, 1))
+        found.append(np.where(count >= of("rows").tokens, near, CAP))
     return np.stack(found)
 
 
@@ -265,25 +250,26 @@ def argmax(e: Evidence, tests: int) -> Finding:
     """One side's is the log-prob of the likeliest token: the same where the token is the likeliest, above elsewhere."""
     from scipy.special import bdtrc
 
-    t, usual = e.clean, e.usual
+    t, usual, b = e.clean, e.usual, of("argmax")
     if t.units < FEWEST:
         return few("argmax", t.units)
     best: tuple[float, str, float, Array] = (0.0, "", 1.0, t.d)
     for side, one, other, pair in (("rollout", t.x, t.y, (1, 2, 3, 4)), ("learner", t.y, t.x, (3, 4, 1, 2))):
-        sure = other > _SURE
-        above = one - other > -4 * usual
-        far = ~sure & (one - other > 4 * usual)
+        sure = other > LIKELIEST
+        above = one - other > -b.noise * usual
+        far = ~sure & (one - other > b.noise * usual)
         moved, fixed = (np.abs(e.pairs[:, pair[k]] - e.pairs[:, pair[k + 1]]) for k in (0, 2))
-        telling = fixed > max(0.5, 6 * usual)
-        alike = (moved[telling] < 0.02 + usual).mean() if telling.sum() >= _PAIRS else 1.0
-        healthy = sure.sum() < 20 or np.median(np.abs(t.u[sure])) <= usual
-        decided = sure.sum() >= 20 or telling.sum() >= _PAIRS
-        if decided and alike > 0.9 and healthy and above.mean() > 0.98 and far.mean() > 0.1 and one.max() < -_SAME:
-            p = float(bdtrc(int(above.sum()) - 1, len(above), 0.8))
+        telling = fixed > max(b.apart[0], b.apart[1] * usual)
+        alike = (moved[telling] < b.same + usual).mean() if telling.sum() >= PAIRS else 1.0
+        healthy = sure.sum() < b.fewest or np.median(np.abs(t.u[sure])) <= usual
+        decided = sure.sum() >= b.fewest or telling.sum() >= PAIRS
+        fits = alike > b.alike and healthy and above.mean() > b.above and far.mean() > b.far
+        if decided and fits and one.max() < -SAME:
+            p = float(bdtrc(int(above.sum()) - 1, len(above), b.chance))
             best = max(best, (float(far.mean()), side, p, np.where(far, 0.0, t.d)), key=lambda each: each[0])
     share, side, p, rest = best
     said = f"the {side}'s are above the other's at {share:.0%} of tokens and never below" if side else "no side's are"
-    return Finding("argmax", True, p, share, "of tokens", 0.1, said, rest=rest)
+    return Finding("argmax", True, p, share, "of tokens", b.far, said, rest=rest)
 
 
 def _line(
@@ -316,10 +302,11 @@ class _Pairs:
     """
 
     def __init__(self, e: Evidence) -> None:
-        p = e.pairs[np.abs(e.pairs[:, 1] - e.pairs[:, 2]) > 0.05]
+        b = of("temperature")
+        p = e.pairs[np.abs(e.pairs[:, 1] - e.pairs[:, 2]) > b.words]
         self.count, self.unit = len(p), p[:, 0]
         self.dx, self.dy = p[:, 1] - p[:, 2], p[:, 3] - p[:, 4]
-        self.enough = self.count >= _PAIRS
+        self.enough = self.count >= PAIRS
         if not self.enough:
             return
         self.scale = float((self.dx * self.dy).sum() / (self.dx**2).sum())
@@ -330,7 +317,7 @@ class _Pairs:
         self.bend = 1 - float(((self.dy - fitted) ** 2).sum()) / apart
         self.moved = float(np.sqrt(apart / self.count))
         self.left = float(np.sqrt(np.square(self.dy - self.scale * self.dx).mean()))
-        firm = np.abs(self.dx) > 0.1
+        firm = np.abs(self.dx) > b.firm
         self.ordered = float((self.dx[firm] * self.dy[firm] > 0).mean()) if firm.any() else 0.0
 
 
@@ -355,32 +342,33 @@ def _scaled(e: Evidence, tests: int) -> _Scaled:
 
 
 def _how_scaled(e: Evidence, tests: int) -> _Scaled:
-    whole = e.clean.telling
+    whole, bounds, bend = e.clean.telling, of("temperature"), of("soft_cap")
     t = whole.where((whole.left > 0) & (whole.position > 0))
     m, all_m = (t.x + t.y) / 2, (e.clean.x + e.clean.y) / 2
     sums, slope, _ = _line(t.unit, t.d, m)
     b = float(slope(sums.sum(0)))
     ratio = (1 + b / 2) / max(1 - b / 2, 1e-3)  # d = b m with m = (x + y) / 2
     sums, _, explained = _line(t.unit, t.u, m)
-    share = tested(sums, explained, 0.4, tests)
+    share = tested(sums, explained, bounds.line, tests)
     rest = e.clean.d - (_cubic(m, t.d, np.clip(all_m, m.min(), m.max())) if len(m) > 20 else 0.0)
     said = f"a line explains {share.value:.0%}"
     pairs = _Pairs(e)
     if not pairs.enough:
         together = float(np.corrcoef(t.x, t.y)[0, 1]) if len(m) > 2 and t.x.std() and t.y.std() else 0.0
-        kind = _Scaling.EITHER if abs(b) > 0.02 and together > 0.9 else _Scaling.NOTHING
+        kind = _Scaling.EITHER if abs(b) > bounds.slope and together > bounds.together else _Scaling.NOTHING
         return kind, share, ratio, said, rest
     words = f"of {pairs.count} pairs of words in one context the differences are {pairs.scale:.3g} times the other's"
-    noise = max(e.usual, 0.03 * float(np.sqrt(np.square(pairs.dy).mean())))
-    scaled = abs(np.log(max(pairs.scale, 1e-3))) > 0.02 and pairs.moved > e.usual / 2 and pairs.ordered > 0.9
+    noise = max(e.usual, bounds.left * float(np.sqrt(np.square(pairs.dy).mean())))
+    scaled = abs(np.log(max(pairs.scale, 1e-3))) > bounds.slope and pairs.moved > e.usual * bounds.moved
+    scaled = scaled and pairs.ordered > bounds.ordered
     kind = _Scaling.NOTHING
-    if scaled and pairs.line > 0.8 and pairs.left <= noise:
+    if scaled and pairs.line > bounds.words_line and pairs.left <= noise:
         kind = _Scaling.TEMPERATURE
-    elif scaled and pairs.ordered > 0.97 and max(pairs.bend, pairs.line) > 0.8:
+    elif scaled and pairs.ordered > bend.ordered and max(pairs.bend, pairs.line) > bounds.words_line:
         gained = (1 - pairs.line) / max(1 - pairs.bend, 1e-9)
-        kind = _Scaling.SOFT_CAP if gained > 2 and pairs.bend > 0.9 else _Scaling.EITHER
+        kind = _Scaling.SOFT_CAP if gained > bend.gained and pairs.bend > bend.curve else _Scaling.EITHER
     sums = sums_by(pairs.unit, pairs.dx**2, pairs.dx * pairs.dy, pairs.dy**2)
-    found = tested(sums, _pair_share, 0.4, tests) if kind is not _Scaling.NOTHING else share
+    found = tested(sums, _pair_share, bounds.line, tests) if kind is not _Scaling.NOTHING else share
     return kind, found, pairs.scale, f"{words}, {pairs.line:.0%} explained", rest
 
 
@@ -403,33 +391,34 @@ def temperature(e: Evidence, tests: int) -> Finding:
     By pairs of words in one context; where there are none, more than 0.4 of the variance of u is on its line in m, and
     the slope of d is beyond 0.02; first and last tokens aside.
     """
-    if e.clean.telling.units < FEWEST or len(e.clean.telling.x) < 30:
+    b = of("temperature")
+    if e.clean.telling.units < FEWEST or len(e.clean.telling.x) < b.fewest:
         return few("temperature", e.clean.telling.units)
     kind, share, ratio, words, rest = _scaled(e, tests)
     asked, off = e.dump.settings.temperature, np.log(max(ratio, 1e-3))
-    known = asked not in (None, 0.0, 1.0) and min(abs(off - np.log(asked)), abs(off + np.log(asked))) < 0.15
+    known = asked not in (None, 0.0, 1.0) and min(abs(off - np.log(asked)), abs(off + np.log(asked))) < b.asked
     said = f"the learner's log-probs are about {ratio:.3g} times the rollout's: {words}"
     if known:
         said += f"; the temperature {asked:g} left out on one side, or applied twice on the other, would be so"
     noise = min(e.clean.telling.size, e.usual) / max(float((e.clean.telling.x).std()), 1e-9)
-    made = found_as("temperature", share, "relative slope", said, effect=ratio - 1, detectable=max(0.02, 2 * noise),
+    made = found_as("temperature", share, "relative slope", said, effect=ratio - 1, detectable=max(b.slope, 2 * noise),
                     holds=kind in (_Scaling.TEMPERATURE, _Scaling.EITHER), rest=rest)  # fmt: skip
     return made if known or kind is not _Scaling.EITHER else made.or_else("soft_cap")
 
 
 def soft_cap(e: Evidence, tests: int) -> Finding:
     """Differences of two words in one context keep their order and are not in proportion: cap * tanh(z / cap)."""
-    if e.clean.telling.units < FEWEST or len(e.pairs) < _PAIRS:
-        return untested("soft_cap", f"{len(e.pairs)} pairs of words in one context; {_PAIRS} at least")
+    if e.clean.telling.units < FEWEST or len(e.pairs) < PAIRS:
+        return untested("soft_cap", f"{len(e.pairs)} pairs of words in one context; {PAIRS} at least")
     kind, share, ratio, words, rest = _scaled(e, tests)
-    return found_as("soft_cap", share, "relative slope", words, effect=ratio - 1, detectable=0.05,
+    return found_as("soft_cap", share, "relative slope", words, effect=ratio - 1, detectable=of("soft_cap").detectable,
                     holds=kind is _Scaling.SOFT_CAP, rest=rest)  # fmt: skip
 
 
 def support(e: Evidence, tests: int) -> Finding:
     """One sign has nearly all of sum u^2, the other sign is noise, and d is one for all words of a context; first and
     last tokens aside. Where single tokens make it, all of one sign, and too many to be so by chance (``rules``)."""
-    t = e.clean.telling
+    t, b = e.clean.telling, of("support")
     inner = (t.left > 0) & (t.position > 0)
     t = t.where(inner)
     if t.units < FEWEST:
@@ -437,30 +426,30 @@ def support(e: Evidence, tests: int) -> Finding:
     negative = t.d < 0
     sums = sums_by(t.unit, t.u**2 * negative, t.u**2 * ~negative)
     down = sums[:, 0].sum() >= sums[:, 1].sum()
-    share = tested(sums if down else sums[:, ::-1], lambda s: s[..., 0] / np.maximum(s.sum(-1), 1e-30), 0.8, tests)
+    sums = sums if down else sums[:, ::-1]
+    share = tested(sums, lambda s: s[..., 0] / np.maximum(s.sum(-1), 1e-30), b.one_sign, tests)
     other = t.where(~negative if down else negative)
     lean = abs(float(t.d.sum())) / max(float(np.abs(t.d).sum()), 1e-30)
     side = "rollout" if down else "learner"
     square = np.sort(t.u**2)[::-1]
-    alone = float(square[: max(1, len(square) // 50)].sum()) > 0.7 * float(square.sum())  # then it is of single tokens
-    quiet = other.size <= e.usual and float(np.abs(other.u).max(initial=0.0)) <= 6 * max(e.usual, 1e-6)
+    alone = float(square[: max(1, len(square) // 50)].sum()) > b.alone * float(square.sum())  # it is of single tokens
     pairs = _Pairs(e)
     size = float(np.sqrt(np.square(t.d).mean()))
-    constant = not pairs.enough or pairs.moved < max(2 * e.usual, 0.5 * size)
+    constant = not pairs.enough or pairs.moved < max(b.words[0] * e.usual, b.words[1] * size)
     said = f"{share.value:.0%} of the squared difference has one sign: the {side}'s probabilities are the larger"
     # Cut or not, a probable token is the more probable one: without that it is another law altogether.
     together = float(np.corrcoef(t.x, t.y)[0, 1]) if len(t.x) > 2 and t.x.std() and t.y.std() else 0.0
     # The tokens that were cut are everywhere: an effect that a fiftieth of all tokens makes is of another kind.
     broad = float(np.sqrt(square[len(square) // 50 :].mean()))
     sign = e.clean.d < 0 if down else e.clean.d > 0
-    holds = quiet and constant and together > 0.5
+    holds = is_noise(other, e.usual) and constant and together > b.together
     some = one_sided(t, e.texts[e.places][e.telling][inner], e.usual)
     far = int(some.far.sum())
-    clear = not len(some.others) and not some.wrong and some.p < LEVEL and t.where(some.far).size > e.usual / 2
+    clear = not len(some.others) and not some.wrong and some.p < LEVEL and t.where(some.far).size > e.usual * b.size
     if clear:
         said += f", at all {far} of {len(t.u):,} tokens that differ far"
-    throughout = not alone and lean > 0.5 and t.size > e.usual / 2
-    return found_as("support", share, "nats", said, effect=broad, detectable=max(3 * other.size, e.usual / 2),
+    throughout = not alone and lean > b.lean and t.size > e.usual * b.size
+    return found_as("support", share, "nats", said, effect=broad, detectable=max(3 * other.size, e.usual * b.size),
                     holds=holds and (throughout or clear), also=0.0 if throughout else some.p,
                     rest=np.where(sign, 0.0, e.clean.d))  # fmt: skip
 
@@ -502,7 +491,8 @@ def half_logits(e: Evidence, tests: int) -> Finding:
     from scipy.special import bdtrc
 
     heat = e.dump.settings.temperature or 1.0
-    if len(e.pairs) < _PAIRS:
+    b = of("half_logits")
+    if len(e.pairs) < PAIRS:
         return untested("half_logits", f"{len(e.pairs)} pairs of tokens in one context; 10 at least")
     if any(e.grids):
         return untested("half_logits", "one side's log-probs were rounded themselves")
@@ -511,9 +501,9 @@ def half_logits(e: Evidence, tests: int) -> Finding:
         d = (e.pairs[:, columns[0]] - e.pairs[:, columns[1]]) * heat
         best = (0.0, 0.0, 1.0)
         for step in (2.0**-7, 2.0**-10):
-            hits = int((np.abs(d / step - np.round(d / step)) * step < 6e-6).sum())
-            if hits / len(d) > 0.7 and hits / len(d) > best[0] + 0.02:
-                best = hits / len(d), step, float(bdtrc(hits - 1, len(d), 2 * 6e-6 / step))
+            hits = int((np.abs(d / step - np.round(d / step)) * step < b.near).sum())
+            if hits / len(d) > b.pairs and hits / len(d) > best[0] + b.better:
+                best = hits / len(d), step, float(bdtrc(hits - 1, len(d), 2 * b.near / step))
         found.append(best)
         if best[1]:
             said.append(f"{best[0]:.0%} of {len(d)} differences between the {name}'s logits lie on a half's grid")
@@ -521,10 +511,10 @@ def half_logits(e: Evidence, tests: int) -> Finding:
     side = int(np.argmax([share for share, _, _ in found]))
     d = (e.pairs[:, 1 + 2 * side] - e.pairs[:, 2 + 2 * side]) * heat
     # The coarsest step on which most differences lie is that of the finer of two words; the other's is larger.
-    steps = [2.0**-k for k in range(1, 11) if (np.abs(d * 2**k - np.round(d * 2**k)) < 6e-6 * 2**k).mean() > 0.5]
+    steps = [2.0**-k for k in range(1, 11) if (np.abs(d * 2**k - np.round(d * 2**k)) < b.near * 2**k).mean() > b.most]
     error = 2 * max(steps, default=0.0) ** 2 / 12 * np.square(e.clean.uncertain)
     rest = np.sign(e.clean.d) * np.sqrt(np.maximum(e.clean.d**2 * (1 - min(1.0, float(error.sum() / max(
         np.square(e.clean.d).sum(), 1e-30)))), 0.0))  # fmt: skip
     return Finding("half_logits", True, min(p for *_, p in found) if one else 1.0,
-                   max(share for share, *_ in found), "of pairs", 0.7,
+                   max(share for share, *_ in found), "of pairs", b.pairs,
                    "; ".join(said) or "no side's logits lie on a half's grid", rest=rest)  # fmt: skip

@@ -14,15 +14,6 @@ from mantissa.doctor.diagnosis import Basis, Cause, CauseKind, Diagnosis, Findin
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.facts import coarser, facts
 
-_TIMES = {100.0: "100 times as large", 10.0: "10 times as large", 0.1: "a tenth", 0.01: "a hundredth"}
-_REST = "no cause that was tried explains it"
-_OTHERS = "its weights, adapter or head are not this model's"
-REST_OF = {
-    "weights": f"{_OTHERS} (give the ones it may have had by --other)",
-    "prompt": "it saw another prompt than the dump says, or other positions, of none of the kinds tried",
-    "onset": "what was computed before that place is lost, and no prompt and no position explains it",
-    "too_large": f"{_OTHERS}, or it is random (dropout: score twice), or coarser than what was tried",
-}
 UNEXPLAINED_NOTE = "the order of sums inside a library, and whatever is no hypothesis here"
 MAY_ROUTE = Unknown(
     Open.EXPERTS,
@@ -179,7 +170,7 @@ def by_side(at_fault: Which, other: Which, rms: Mapping[Which, float], fault: st
     kept = f"{rms[other]:.2g} nats beside {rms[at_fault]:.2g}"
     return (
         f"{Verdict.FAULT} in the {at_fault}: the {other}'s log-probs come back from this model ({kept}); "
-        f"{REST_OF.get(fault, _REST)}"
+        f"{facts().faults[fault].rest}"
     )
 
 
@@ -258,8 +249,7 @@ def others(figures: Mapping[str, Any], bound: float) -> str:
 
 def cause(kind: CauseKind, side: Which | None, change: Mapping[str, Any], what: str = "") -> str:
     """A cause's name. ``change``: fields of the side that it changes; ``what``: words for what those do not say."""
-    theta = _TIMES.get(change.get("theta", 1.0), "")
-    return facts().causes[kind].said.format(**{"side": side, "what": what or theta, **change})
+    return facts().causes[kind].said.format(**{"side": side, "what": what, **change})
 
 
 def came_back(weight: float) -> str:
