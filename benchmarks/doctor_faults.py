@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from doctor_strangers import Rolled, cut, dump, plain
 from torch import Tensor
 
 from mantissa.doctor.dump import Scored
@@ -57,16 +58,6 @@ def faulty(fmt: NumberFormat, logits_format: NumberFormat = FP32, **mistakes: An
     for name, value in mistakes.items():
         setattr(kernels, name, value)
     return kernels
-
-
-@dataclass(frozen=True)
-class Rolled:
-    """What was sampled: prompts and responses, the rollout's log-probs, and each prompt's number."""
-
-    prompts: list[list[int]]
-    responses: list[list[int]]
-    rollout: list[np.ndarray]
-    groups: list[int]
 
 
 class Bench:
@@ -115,15 +106,6 @@ class Bench:
             logp_BR = score(each, sequences, _MICRO_BATCH)[0]
         return [row[: len(r)].double().numpy() for row, r in zip(logp_BR, rolled.responses, strict=True)]
 
-    def dump(self, rolled: Rolled, learner: Sequence[np.ndarray], **more: Any) -> list[Scored]:
-        """Both sides as the doctor reads them."""
-        return [
-            Scored(np.array(p + r), len(p), x, y, np.ones(len(r), dtype=bool), group=g, **more)
-            for p, r, x, y, g in zip(
-                rolled.prompts, rolled.responses, rolled.rollout, learner, rolled.groups, strict=True
-            )
-        ]
-
 
 # what can go wrong, by kind
 
@@ -149,7 +131,7 @@ class Pool:
         key = repr(sorted(how.items()))
         if key not in self._scored:
             self._scored[key] = self.bench.score(self.rolled(**how), temperature=how.get("temperature", 1.0))
-        return self.bench.dump(self.rolled(**how), self._scored[key])
+        return dump(self.rolled(**how), self._scored[key])
 
     def other_weights(self, strength: float) -> dict[str, Tensor]:
         """Every matrix moved by ``strength`` of its own standard deviation."""
@@ -176,14 +158,10 @@ def _both(pool: Pool, change: Callable[[Scored], tuple[np.ndarray, np.ndarray]])
     return [replace(each, rollout_logp=x, learner_logp=y) for each, x, y in made]
 
 
-def _scored(pool: Pool, **how: Any) -> Dumped:
-    rolled = pool.rolled()
-    return pool.bench.dump(rolled, pool.bench.score(rolled, **how))
-
-
-def _swapped(dumped: Dumped) -> Dumped:
-    """The sides exchanged: the learner's mistake becomes the rollout's."""
-    return [replace(each, rollout_logp=each.learner_logp, learner_logp=each.rollout_logp) for each in dumped]
+def _scored(pool: Pool, rolled: Rolled | None = None, **how: Any) -> Dumped:
+    """Scored otherwise than it was sampled; by default the healthy samples."""
+    rolled = rolled or pool.rolled()
+    return dump(rolled, pool.bench.score(rolled, **how))
 
 
 def _finite(dumped: Dumped) -> Dumped:
@@ -192,16 +170,7 @@ def _finite(dumped: Dumped) -> Dumped:
 
 
 def _cut(top_k: int = 0, top_p: float = 1.0) -> Callable[[Tensor, Tensor], Tensor]:
-    def of(logits: Tensor, tokens: Tensor) -> Tensor:
-        ordered, index = logits.sort(descending=True)
-        p = ordered.softmax(-1)
-        keep = (p.cumsum(-1) - p) < top_p
-        if top_k:
-            keep[:, top_k:] = False
-        kept = torch.full_like(logits, -torch.inf).scatter(1, index, torch.where(keep, ordered, -torch.inf))
-        return torch.log_softmax(kept, -1).gather(1, tokens.unsqueeze(1)).squeeze(1)
-
-    return of
+    return lambda logits, tokens: plain(cut(logits, top_k, top_p), tokens, tokens)
 
 
 def _rounded_logits(fmt: NumberFormat) -> Callable[[Tensor, Tensor], Tensor]:
@@ -212,31 +181,12 @@ def _logits_in(fmt: NumberFormat) -> Callable[[Pool, float, Draw], Dumped]:
     return lambda pool, _, draw: _scored(pool, of=_rounded_logits(fmt))
 
 
-def _rotary_in_fp8(pool: Pool, _: float, draw: Draw) -> Dumped:
-    return _scored(pool, kernels=faulty(pool.bench.fmt, rope_format=E4M3))
-
-
-def _temperature_left_out(pool: Pool, t: float, draw: Draw) -> Dumped:
-    rolled = pool.rolled(temperature=t)
-    return pool.bench.dump(rolled, pool.bench.score(rolled))
-
-
 def _raw(pool: Pool, t: float, draw: Draw) -> Dumped:
-    raw = _temperature_left_out(pool, t, draw)
+    raw = _scored(pool, pool.rolled(temperature=t))
     return [
         replace(each, rollout_logp=each.rollout_logp + one.learner_logp - each.learner_logp)
         for each, one in zip(pool.healthy(temperature=t), raw, strict=True)
     ]
-
-
-def _temperature_twice(pool: Pool, t: float, draw: Draw) -> Dumped:
-    rolled = pool.rolled(temperature=t)
-    return pool.bench.dump(rolled, pool.bench.score(rolled, temperature=t * t))
-
-
-def _cut_rollout(pool: Pool, draw: Draw, **how: Any) -> Dumped:
-    rolled = pool.rolled(**how)
-    return pool.bench.dump(rolled, pool.bench.score(rolled))
 
 
 def _shift(pool: Pool, by: float, draw: Draw) -> Dumped:
@@ -299,8 +249,7 @@ def _prompts(change: Callable[[list[int]], list[int]]) -> Callable[[Pool, float,
 
 def _other_weights(pool: Pool, strength: float, draw: Draw) -> Dumped:
     """The rollout samples with other weights than the learner's."""
-    rolled = pool.bench.roll(pool.other_weights(strength), seed=77)
-    return pool.bench.dump(rolled, pool.bench.score(rolled))
+    return _scored(pool, pool.bench.roll(pool.other_weights(strength), seed=77))
 
 
 def _stale(pool: Pool, strength: float, draw: Draw) -> Dumped:
@@ -354,12 +303,15 @@ class Fault:
 _LARGE = ("too_large", "weights", "prompt", "nondeterministic", "position")
 _PROMPT = (*_LARGE, "first_token")  # whose answer names the prompt too
 FAULTS: dict[str, Fault] = {
-    "temperature left out by the learner": Fault(("temperature",), (0.7, 0.9), _temperature_left_out, True),
+    "temperature left out by the learner": Fault(("temperature",), (0.7, 0.9),
+                                                 lambda p, t, d: _scored(p, p.rolled(temperature=t)), True),
     "raw log-probs from the engine": Fault(("temperature",), (0.7, 0.9), _raw, True),
-    "temperature applied twice": Fault(("temperature",), (0.7, 0.9), _temperature_twice, True),
+    "temperature applied twice": Fault(("temperature",), (0.7, 0.9),
+                                       lambda p, t, d: _scored(p, p.rolled(temperature=t), temperature=t * t), True),
     "temperature a little other": Fault(("temperature",), (0.9, 0.95, 1.1), lambda p, t, d: _scored(p, temperature=t)),
-    "top-k of the rollout alone": Fault(("support",), (5, 20), lambda p, k, d: _cut_rollout(p, d, top_k=int(k)), True),
-    "top-p of the rollout alone": Fault(("support",), (0.9, 0.95), lambda p, q, d: _cut_rollout(p, d, top_p=q), True),
+    "top-k of the rollout alone": Fault(("support",), (5, 20),
+                                        lambda p, k, d: _scored(p, p.rolled(top_k=int(k))), True),
+    "top-p of the rollout alone": Fault(("support",), (0.9, 0.95), lambda p, q, d: _scored(p, p.rolled(top_p=q)), True),
     "top-k of the learner alone": Fault(("support",), (5, 20), lambda p, k, d: _finite(_scored(p, of=_cut(int(k))))),
     "top-p of the learner alone": Fault(("support",), (0.9, 0.95), lambda p, q, d: _finite(_scored(p, of=_cut(0, q)))),
     "shift to the left": Fault(("shift",), (1, 2), _shift),
@@ -379,7 +331,7 @@ FAULTS: dict[str, Fault] = {
     "log-probs printed with 3 decimals": Fault(("coarse_logprobs",), (0.0,), _of_both(lambda y: np.round(y, 3))),
     "the learner's logits in bf16": Fault(("half_logits",), (0.0,), _logits_in(BF16)),
     "the rollout's logits in bf16": Fault(("half_logits",), (0.0,),
-                                          lambda p, s, d: _cut_rollout(p, d, logits_format=BF16), True),
+                                          lambda p, s, d: _scored(p, p.rolled(logits_format=BF16)), True),
     "the learner's logits in fp16": Fault(("half_logits",), (0.0,), _logits_in(FP16)),
     "BOS or first token missing": Fault(_PROMPT, (0.0,), _prompts(lambda prompt: prompt[1:])),
     "prompt cut in half": Fault(_PROMPT, (0.0,), _prompts(lambda prompt: prompt[len(prompt) // 2 :])),
@@ -387,8 +339,9 @@ FAULTS: dict[str, Fault] = {
     "stale weights, versions known": Fault(("stale",), (0.2, 0.4), _stale, True),
     "one engine of several": Fault(("some_sequences",), (0.125, 0.25), _one_engine, True),
     "other weights": Fault(_LARGE, (0.05, 0.2, 0.4), _other_weights, True),
-    "cache in fp8": Fault(_LARGE, (0.0,), lambda p, s, d: _cut_rollout(p, d, kv_format=E4M3), True),
-    "rotary table in fp8": Fault(_LARGE, (0.0,), _rotary_in_fp8),
+    "cache in fp8": Fault(_LARGE, (0.0,), lambda p, s, d: _scored(p, p.rolled(kv_format=E4M3)), True),
+    "rotary table in fp8": Fault(_LARGE, (0.0,),
+                                lambda p, s, d: _scored(p, kernels=faulty(p.bench.fmt, rope_format=E4M3))),
     "dropout left on": Fault(("nondeterministic",), (0.1, 0.3),
                              lambda p, s, d: _scored(p, kernels=faulty(p.bench.fmt, dropout=s))),
     "routers that disagree": Fault(("experts",), (0.003, 0.01), _flips, undecided=True),

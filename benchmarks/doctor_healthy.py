@@ -1,32 +1,22 @@
-"""Healthy gaps by other programs: a model sampled by each, scored by transformers, and what the doctor says.
-
-    python benchmarks/doctor_healthy.py prepare FOLDER [--model tiny]             # the model, its prompts, its GGUF
-    python benchmarks/doctor_healthy.py sample FOLDER transformers --format bf16  # to FOLDER/transformers-bf16-1.jsonl
-    python benchmarks/doctor_healthy.py sample FOLDER vllm --format bf16          # in an environment that has vLLM
-    python benchmarks/doctor_healthy.py sample FOLDER llama.cpp --format fp16     # in one that has llama-cpp-python
-    python benchmarks/doctor_healthy.py recorded FOLDER TRL --format bf16 --logps LOGPS
-    python benchmarks/doctor_healthy.py score FOLDER                              # rows in results/doctor_healthy.jsonl
+"""Healthy gaps by other programs: each samples a model, in an environment of its own, and transformers scores it.
 
 ``transformers``: its ``generate``, with a cache, of left-padded batches. ``vllm``: on a CPU, raw log-probs.
-``llama.cpp``: the same weights as a GGUF of that format, with its cache in fp16. ``recorded``: what
-``mantissa.dropin.trl.record_logps`` or ``mantissa.launch.verl_logps`` wrote before the first update; its own learner's
-log-probs are judged too. ``--seeds``: a dump each. Each dump is diagnosed with the learner in fp32, bf16 and fp16,
-whole and in ``--trials`` halves of its prompts: a trial is right where the answer is "healthy noise".
+``llama.cpp``: the same weights as a GGUF of that format, with its cache in fp16.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import numpy as np
+from runner import Row, Rows, case
 
 PROMPTS, SAMPLES, LENGTH = 24, 4, 32
-Row = dict[str, Any]  # tokens, prompt_length, rollout_logp, group
 
 
 def prepare(folder: Path, tiny: bool) -> None:
@@ -183,10 +173,9 @@ def _by_llama_cpp(engine: Any, group: int, prompt: list[int], draw: np.random.Ge
     return _row(group, prompt, tokens, logps)
 
 
-def score(folder: Path, trials: int, only: str, learners: Sequence[str]) -> None:
+def score(folder: Path, trials: int, only: str, learners: Sequence[str]) -> Rows:
     """A row for each dump and format of the learner."""
-    from doctor_strangers import DTYPES
-    from rows import append
+    from doctor_strangers import DTYPES, Rolled, plain, scores
     from transformers import AutoModelForCausalLM
 
     dumps = {path: [json.loads(line) for line in path.read_text().splitlines()]
@@ -194,31 +183,17 @@ def score(folder: Path, trials: int, only: str, learners: Sequence[str]) -> None
     for path, rows in dumps.items():
         if "learner_logp" in rows[0]:
             scored = [np.array(row["learner_logp"]) for row in rows]
-            append("doctor_healthy.jsonl", [_judged(folder, path, rows, scored, "its own", trials)], "cpu")
+            yield _judged(folder, path, rows, scored, "its own", trials)
     for learner in learners:
         model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=DTYPES[learner]).eval()
         for path, rows in dumps.items():
-            if not all(row["prompt_length"] for row in rows):
+            cuts = [row["prompt_length"] for row in rows]
+            if not all(cuts):
                 continue  # verl's newer trainer hands over no prompts
-            found = _judged(folder, path, rows, _scores(model, rows), learner, trials)
-            append("doctor_healthy.jsonl", [found], "cpu")
-
-
-def _scores(model: Any, rows: Sequence[Row]) -> list[np.ndarray]:
-    """The model's log-probs of each row's response."""
-    import torch
-
-    found = []
-    for start in range(0, len(rows), 8):
-        part = rows[start : start + 8]
-        width = max(len(row["tokens"]) for row in part)
-        ids = torch.tensor([row["tokens"] + [0] * (width - len(row["tokens"])) for row in part])
-        with torch.no_grad():
-            law = torch.log_softmax(model(ids).logits.float(), -1)
-        for row, logp in zip(part, law, strict=True):
-            tokens, first = torch.tensor(row["tokens"]), row["prompt_length"]
-            found.append(logp[first - 1 : len(tokens) - 1].gather(1, tokens[first:, None])[:, 0].double().numpy())
-    return found
+            parts = [[row["tokens"][:at] for row, at in zip(rows, cuts, strict=True)],
+                     [row["tokens"][at:] for row, at in zip(rows, cuts, strict=True)]]  # fmt: skip
+            scored = scores(SimpleNamespace(model=model), Rolled(*parts, [], []), {"": plain}, rows=8)[""]
+            yield _judged(folder, path, rows, scored, learner, trials)
 
 
 def _judged(
@@ -246,41 +221,43 @@ def _judged(
     halves = [set(draw.choice(groups, len(groups) // 2, replace=False).tolist()) for _ in range(trials)]
     parts = [[s for s, unit in zip(sequences, units, strict=True) if unit in half] for half in halves]
     whole, given = said(sequences), [said(part) for part in parts]
-    row = {
+    return {
         **{name: first[name] for name in ("program", "version", "format", "seed")},
         **{name: whole.figures[name] for name in ("u_rms", "tokens", "sequences", "equal")},
-        "benchmark": "doctor_healthy", "model": folder.name, "learner": learner,
+        "model": folder.name, "learner": learner,
         "verdict": whole.verdict.value, "headline": whole.headline, "trials": trials,
         "right": sum(each.verdict is Verdict.HEALTHY for each in given),
         "undecided": sum(each.verdict is Verdict.UNKNOWN for each in given),
         "others": sorted({each.headline[:160] for each in given if each.verdict is not Verdict.HEALTHY}),
     }  # fmt: skip
-    print(f"{path.stem} / {learner}: {whole.headline}; halves: {row['right']} of {trials} {row['others']}", flush=True)
-    return row
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("do", choices=("prepare", "sample", "recorded", "score"))
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("program", nargs="?", default="", help="transformers, vllm or llama.cpp; with score: a part")
-    parser.add_argument("--format", default="bf16", choices=("fp32", "bf16", "fp16"))
-    parser.add_argument("--model", default="smollm2", choices=("smollm2", "tiny"))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument("--logps", type=Path, help="with recorded: the folder that the trainer wrote")
-    parser.add_argument("--version", default="", help="with recorded: of the program")
-    parser.add_argument("--trials", type=int, default=20)
-    parser.add_argument("--learners", nargs="+", default=["fp32", "bf16", "fp16"], help="with score: its formats")
-    options = parser.parse_args(arguments)
-    if options.do == "prepare":
-        prepare(options.folder, options.model == "tiny")
-    elif options.do == "sample":
-        sample(options.folder, options.program, options.format, options.seeds)
-    elif options.do == "recorded":
-        recorded(options.folder, options.program, options.format, options.logps, options.seeds[0], options.version)
+@case()
+def doctor_healthy(
+    do: Literal["prepare", "sample", "recorded", "score"], folder: Path, program: str = "",
+    format: Literal["fp32", "bf16", "fp16"] = "bf16", model: Literal["smollm2", "tiny"] = "smollm2",
+    seeds: Sequence[int] = (1,), logps: Path = Path(), version: str = "", trials: int = 20,
+    learners: Sequence[str] = ("fp32", "bf16", "fp16"),
+) -> Rows:  # fmt: skip
+    """Healthy gaps by other programs: a model sampled by each, scored by transformers, and what the doctor says.
+
+        doctor_healthy prepare FOLDER [--model tiny]                      # the model, its prompts, its GGUF
+        doctor_healthy sample FOLDER --program transformers --format bf16 # to FOLDER/transformers-bf16-1.jsonl
+        doctor_healthy sample FOLDER --program vllm --format bf16         # in an environment that has vLLM
+        doctor_healthy sample FOLDER --program llama.cpp --format fp16    # in one that has llama-cpp-python
+        doctor_healthy recorded FOLDER --program TRL --format bf16 --logps LOGPS
+        doctor_healthy score FOLDER                                       # rows; --program: of those with it in a name
+
+    ``recorded``: what ``mantissa.dropin.trl.record_logps`` or ``mantissa.launch.verl_logps`` wrote before the first
+    update; its own learner's log-probs are judged too. ``--seeds``: a dump each. Each dump is diagnosed with the
+    learner in fp32, bf16 and fp16, whole and in ``--trials`` halves of its prompts: a trial is right where the answer
+    is "healthy noise".
+    """
+    if do == "prepare":
+        prepare(folder, model == "tiny")
+    elif do == "sample":
+        sample(folder, program, format, seeds)
+    elif do == "recorded":
+        recorded(folder, program, format, logps, seeds[0], version)
     else:
-        score(options.folder, options.trials, options.program, options.learners)
-
-
-if __name__ == "__main__":
-    main()
+        yield from score(folder, trials, program, learners)

@@ -446,3 +446,131 @@ def _sampled(family: Family, scoring: Family) -> Iterator[tuple[str, Any, Any, f
     yield "top-p 0.9 drawn, log-probs of the whole law", (), of(1.0, 1.0, top_p=0.9, whole=True), 1.0
     yield "keys and values in fp8 where it decodes", ("position", *_NOISE), of(1.0, 1.0, cache_format=fp8), 1.0
     yield "temperature left out, and the end token otherwise", ("temperature+end_token",), ended, 0.7
+
+
+# what engines and trainers do
+
+
+def engine_cases(family: Family, learner: Family | None = None) -> Iterator[Case]:
+    """What engines and trainers do to one side, and the healthy dump. ``learner``: the same model in another format."""
+    scoring = learner or family
+    rolled = roll(family)
+    healthy = scores(scoring, rolled, {"": plain})[""]
+    yield Case("healthy", (), dump(rolled, healthy))
+    yield from _fillers(rolled, healthy)
+    yield from _encoded_again(scoring, rolled, healthy)
+    yield from _ruled_out(family, scoring)
+    yield from _updated(scoring, rolled, healthy)
+
+
+def _fillers(rolled: Rolled, healthy: list[Array]) -> Iterator[Case]:
+    draw = np.random.default_rng(5)
+
+    def filled(value: float, where: Callable[[int], Array], both: bool = False) -> list[Scored]:
+        rows = dump(rolled, healthy)
+        found = []
+        for row in rows:
+            at = where(len(row.mask))
+            x, y = row.rollout_logp.copy(), row.learner_logp.copy()
+            x[at] = value
+            if both:
+                y[at] = value
+            found.append(replace(row, rollout_logp=x, learner_logp=y))
+        return found
+
+    def span(n: int) -> Array:
+        start = int(draw.integers(1, n - 6))
+        return np.arange(start, start + 5) if draw.random() < 0.4 else np.arange(0)
+
+    def scattered(n: int) -> Array:
+        return np.flatnonzero(draw.random(n) < 0.03)
+
+    yield Case("-9999 in spans", ("unscored",), filled(-9999.0, span))
+    yield Case("-1e9 here and there", ("unscored",), filled(-1e9, scattered))
+    yield Case("-100 in spans", ("unscored",), filled(-100.0, span))
+    yield Case("the lowest fp32 here and there", ("unscored",), filled(float(np.finfo(np.float32).min), scattered))
+    yield Case("-1e38 at first tokens", ("unscored",), filled(-1e38, lambda n: np.arange(int(draw.random() < 0.5))))
+    yield Case("log 1e-10 in spans", ("unscored",), filled(float(np.log(np.float32(1e-10))), span))
+    yield Case("-9999 at last tokens", ("end_token",), filled(-9999.0, lambda n: np.array([n - 1])))
+    yield Case("-9999 on both sides", (), filled(-9999.0, span, both=True))
+
+
+def _encoded_again(family: Family, rolled: Rolled, healthy: list[Array]) -> Iterator[Case]:
+    """A text that is encoded again has, from a token on, one token more or less."""
+    words = family.model.config.vocab_size
+
+    def made(by: int, share: float) -> list[Scored]:
+        draw = np.random.default_rng(11 + by)
+        responses = []
+        for r in rolled.responses:
+            at, new = int(draw.integers(3, max(4, len(r) - 8))), draw.integers(3, words, 2).tolist()
+            other = r[:at] + new[: 1 if by < 0 else 2] + r[at + (2 if by < 0 else 1) :]
+            responses.append([*other, 2][: len(r)] if draw.random() < share else r)
+        again = scores(family, replace(rolled, responses=responses), {"": plain})[""]
+        same = [a == b for a, b in zip(responses, rolled.responses, strict=True)]
+        return dump(rolled, [y if own else z for y, z, own in zip(healthy, again, same, strict=True)])
+
+    yield Case("one token more from a place on, in a quarter", ("moved_from",), made(1, 0.27))
+    yield Case("one token less from a place on, in half", ("moved_from",), made(-1, 0.5))
+
+
+def _probable(family: Family, rolled: Rolled, count: int) -> Tensor:
+    """The ids that were drawn most."""
+    drawn = torch.tensor([token for row in rolled.responses for token in row])
+    return torch.bincount(drawn, minlength=family.model.config.vocab_size).argsort(descending=True)[:count]
+
+
+def _ruled_out(family: Family, scoring: Family) -> Iterator[Case]:
+    words, usual = family.model.config.vocab_size, _probable(family, roll(family), 12)
+
+    def without(ids: Tensor, by: float = -torch.inf) -> Callable[[Tensor, int], Tensor]:
+        return lambda z, at: z.index_fill(1, ids, by) if by == -torch.inf else z.index_add(
+            1, ids, torch.full((len(z), len(ids)), by))  # fmt: skip
+
+    def only(ids: Tensor) -> Callable[[Tensor, int], Tensor]:
+        kept = torch.full((words,), -torch.inf).index_fill(0, ids, 0.0)
+        return lambda z, at: z + kept
+
+    def guided(z: Tensor, at: int) -> Tensor:
+        return z if at % 3 else only(torch.arange(at * 7 % 100, words, 3))(z, at)
+
+    def of(law: Callable[[Tensor, int], Tensor], end: int = 2) -> list[Scored]:
+        rolled = roll(family, seed=3, law=law, end=end)
+        return dump(rolled, scores(scoring, rolled, {"": plain})[""])
+
+    end = int(usual[0])
+
+    def at_least(n: int) -> Callable[[Tensor, int], Tensor]:
+        return lambda z, at: without(torch.tensor([end]))(z, at) if at < n else z
+
+    ruled = ("support",)
+    yield Case("min_tokens 8", ("min_tokens",), of(at_least(8), end))
+    yield Case("min_tokens 14", ("min_tokens",), of(at_least(14), end))
+    yield Case("five usual words banned", ruled, of(without(usual[1:6])))
+    yield Case("two less usual words banned", ruled, of(without(usual[8:10])))
+    yield Case("a twentieth of the words banned", ruled, of(without(torch.arange(7, words, 20))))
+    yield Case("a fifth of the words allowed", ruled, of(only(torch.arange(3, words, 5))))
+    yield Case("guided at every third token", ruled, of(guided))
+    yield Case("logit bias of -100 on eight words", ruled, of(without(usual[2:10], -100.0)))
+    yield Case("logit bias of +4 on one word", ("logit_bias",), of(without(usual[3:4], 4.0)))
+    yield Case("logit bias of -3 on six words", ("logit_bias", *ruled), of(without(usual[1:7], -3.0)))
+
+
+def _updated(family: Family, rolled: Rolled, healthy: list[Array]) -> Iterator[Case]:
+    """Weights are exchanged while sequences are sampled, at a token of each one's own; keys and values of the old."""
+    for strength in (0.03, 0.1):
+        newer = by_weights(family, rolled, noisier(strength))
+        draw = np.random.default_rng(23)
+        places = [int(draw.integers(0, 2 * len(r))) for r in rolled.responses]  # half of the sequences end before
+        mixed = [np.concatenate([y[:at], z[at:]]) for y, z, at in zip(healthy, newer, places, strict=True)]
+        yield Case(f"an update of {strength:g} on the way, scored by the older", ("mid_sequence",),
+                   dump(rolled, healthy, mixed))  # fmt: skip
+        with _weights(family, noisier(strength)):
+            second = roll(family, seed=8)
+            own = scores(family, second, {"": plain})[""]
+        older = scores(family, second, {"": plain})[""]
+        places = [int(draw.integers(0, len(r))) for r in second.responses]
+        mixed = [np.concatenate([z[:at], x[at:]]) for z, x, at in zip(older, second.logps, places, strict=True)]
+        yield Case(
+            f"an update of {strength:g} on the way, scored by the newer", ("mid_sequence",), dump(second, own, mixed)
+        )

@@ -15,6 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 from measured import marks  # noqa: E402
+from runner import first_sentence, found  # noqa: E402
 
 RESULTS = ROOT / "results"
 BENCHMARKS = Path(__file__).resolve().parent
@@ -27,7 +28,7 @@ KEYS = (
 HEAD = """# Results
 
 Every figure in these pages comes from a row in this folder (`results/`): one measurement, with its device, threads,
-versions and commit. A file is written by the script of its name in `benchmarks/`, this page by
+versions and commit. A file is written by the case of its name (`python benchmarks/run.py NAME`), this page by
 `python benchmarks/tables.py`. First the files; then tables that no other page has, of the newest row of each
 measurement: value, and quartiles or range in brackets. The machine is shared, so ratios (taken within a round) say more
 than times, and times are left out where there is a ratio. Behind † is a commit that is not in the history, or none
@@ -36,20 +37,22 @@ than times, and times are left out where there is a ratio. Behind † is a commi
 """
 
 
-# Files that are not named after the script which writes them.
-SCRIPTS = {"gap_formats": "gap", "gap_experts": "gap", "smollm2_runs": "demo_runs"}
+# Files that are not named after the case which writes them.
+CASES = {"gap_formats": "gap", "gap_experts": "gap", "smollm2_runs": "demo_runs"}
 
 
 def index() -> str:
-    """One line a file: what it holds by the first sentence of its script, how many rows, and the newest's commit."""
-    lines = []
+    """One line a file: what it holds, by its case's first sentence, how many rows, and the newest's commit."""
+    lines, cases = [], found()
     for path in sorted(RESULTS.glob("*.jsonl")):
-        source = BENCHMARKS / f"{SCRIPTS.get(path.stem, path.stem)}.py"
+        name = CASES.get(path.stem, path.stem)
+        source = BENCHMARKS / f"{name}.py"
         said = ast.get_docstring(ast.parse(source.read_text())) if source.is_file() else None
-        what = (said or path.stem).split("\n\n")[0].partition(". ")[0].replace("\n", " ").replace("``", "`")
+        said = cases[name][2] if name in cases else first_sentence(said or path.stem)
+        what = said.replace("``", "`")
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         commit = f"{rows[-1].get('commit', '')[:7]}{marks(rows[-1:])}"
-        lines.append([f"`{path.name}`", what.rstrip(".:"), str(len(rows)), commit])
+        lines.append([f"`{path.name}`", what, str(len(rows)), commit])
     labs = len(list((RESULTS / "lab").glob("*.jsonl")))
     lines.append(["`lab/*.jsonl`", f"{labs} experiments, a row a cell: `mantissa lab lab/NAME.yaml`", "", ""])
     return table(("file", "what", "rows", "newest's commit"), lines)

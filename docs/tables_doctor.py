@@ -61,7 +61,7 @@ def _outcomes(rows: Sequence[Row]) -> list[str]:
 def shares(rows: Sequence[Row]) -> dict[str, str]:
     """Shares over the families of ``rows``, with the bootstrap's intervals over families."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-    from doctor_held_out import summary
+    from doctor_cases import summary
 
     return {name: f"{value:.1%} ({low:.1%}..{high:.1%})" for name, (value, low, high) in summary(rows).items()}
 

@@ -1,7 +1,6 @@
-"""Every script under benchmarks/ runs: one short round each, on sizes as small as it allows, and no row of it is kept.
+"""Every case under benchmarks/ runs: in its short form, with rows that go to a folder of the test's.
 
-A script that measures against TRL or on a GPU runs as far as it can without them, and says what it lacks. What the
-others append goes to a folder of the test's.
+What measures against TRL or on a GPU runs as far as it can without them, and says what it lacks.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runner
 import torch
 
 from mantissa.model import Decoder, ModelConfig, byte_tokenizer, save_model
@@ -50,11 +50,29 @@ ELSEWHERE = {  # tests of their own; of a real model's size; or what scripts sha
     "first_use",
     "demo_runs", "final_policy", "gpu", "gpu_sizes", "rl_step", "rl_step_vs_trl", "run_all", "tables", "trl_step",
     "rl_problem", "rows", "steps", "workers", "decode_pretrained", "exact_logprobs", "gap", "emulated",
-    "doctor_confusion", "doctor_faults", "substitution", "tune", "waltz", "soak", "soak_job", "soak_load",
-    "soak_report", "doctor_strangers", "doctor_held_out", "doctor_mistakes", "doctor_healthy", "doctor_many",
-    "doctor_partial", "doctor_engines", "start_pages",
+    "doctor_faults", "substitution", "tune", "waltz", "soak", "soak_job", "soak_load",
+    "soak_report", "doctor_strangers", "doctor_mistakes", "start_pages", "run", "runner",
     "verl_jobs", "verl_rehearsals", "native_beside", "native_limit",
 }  # fmt: skip
+
+
+# Cases that want a policy, and get one of the smallest kind; and those of what no test has here: another's environment,
+# a network, a real model's size. Some have tests of their own below.
+OF_A_MODEL = {"doctor_confusion"}
+NOT_HERE = {"doctor_healthy"}
+
+
+def run_case(folder: Path, *words: str, code: int = 0) -> str:
+    """What a case prints; rows go to ``folder``."""
+    command = [sys.executable, str(BENCHMARKS / "run.py"), *words]
+    environment = {**os.environ, "OUT": str(folder), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def rows_in(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def run(folder: Path, script: str, *arguments: str, constants: dict[str, Any] | None = None, code: int = 0) -> str:
@@ -75,8 +93,28 @@ def run(folder: Path, script: str, *arguments: str, constants: dict[str, Any] | 
     return done.stdout + done.stderr
 
 
+@pytest.fixture
+def pretrained(tmp_path: Path) -> Path:
+    """A pretrained model of the smallest kind, as the scripts expect one."""
+    config = ModelConfig("llama", 300, 64, 64, 1, 4, 2, 16, max_position_embeddings=128, tie_word_embeddings=True)
+    save_model(Decoder(config).initialize(), byte_tokenizer(), tmp_path / "model")
+    return tmp_path / "model"
+
+
 def test_no_script_is_left_out() -> None:  # in every suite, unlike the others
-    assert {path.stem for path in BENCHMARKS.glob("*.py")} == SCRIPTS.keys() | ELSEWHERE
+    of_cases = {module for module, _, _ in runner.found().values()}
+    assert {path.stem for path in BENCHMARKS.glob("*.py")} == SCRIPTS.keys() | ELSEWHERE | of_cases
+    assert runner.found().keys() >= OF_A_MODEL | NOT_HERE
+    assert all(said for _, _, said in runner.found().values())
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize("name", sorted(runner.found().keys() - NOT_HERE))
+def test_a_case_runs_in_its_short_form(name: str, pretrained: Path, tmp_path: Path) -> None:
+    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+        pytest.skip(f"needs {NEEDS[name]}, which is not installed")
+    run_case(tmp_path, name, *([str(pretrained)] if name in OF_A_MODEL else []), "--dry")
+    assert rows_in(tmp_path / f"{runner.found()[name][1]}.jsonl")
 
 
 @pytest.mark.variants
@@ -164,14 +202,6 @@ def test_what_run_all_runs_is_there(tmp_path: Path) -> None:
         assert all(option in taken for option in options if option.startswith("--")), script
 
 
-@pytest.fixture
-def pretrained(tmp_path: Path) -> Path:
-    """A pretrained model of the smallest kind, as the scripts expect one."""
-    config = ModelConfig("llama", 300, 64, 64, 1, 4, 2, 16, max_position_embeddings=128, tie_word_embeddings=True)
-    save_model(Decoder(config).initialize(), byte_tokenizer(), tmp_path / "model")
-    return tmp_path / "model"
-
-
 @pytest.mark.variants
 def test_rl_step_runs_in_each_precision(tmp_path: Path) -> None:
     options = ("--work", "tiny", *THREAD, "--rounds", "2", "--warm-up", "0", "--dry", "--trl-python", "none")
@@ -232,9 +262,8 @@ def test_the_peak_is_measured_by_both_libraries(tmp_path: Path) -> None:
 
 @pytest.mark.variants
 def test_the_doctor_is_tried_on_a_family_of_transformers(tmp_path: Path) -> None:
-    small = ("--families", "llama", "--formats", "fp32", "--prompts", "8", "--length", "16")
-    said = run(tmp_path, "doctor_held_out", *small)
-    rows = list(map(json.loads, (tmp_path / "doctor_held_out.jsonl").read_text().splitlines()))
+    said = run_case(tmp_path, "doctor_held_out", "--dry")
+    rows = rows_in(tmp_path / "doctor_held_out.jsonl")
     assert {row["side"] for row in rows} == {"learner", "rollout"}
     assert len({row["kind"] for row in rows}) > 40
     assert all(row["outcome"] == "right" for row in rows if row["kind"] == "base-2 logarithm")
@@ -242,15 +271,22 @@ def test_the_doctor_is_tried_on_a_family_of_transformers(tmp_path: Path) -> None
 
 
 @pytest.mark.variants
-def test_the_doctor_is_tried_on_a_policy_and_on_a_run(pretrained: Path, tmp_path: Path) -> None:
-    small = ("--formats", "fp16", "--prompts", "4", "--samples", "2", "--max-tokens", "6", "--trials", "2")
-    run(tmp_path, "doctor_confusion", str(pretrained), *small, "--only", "rows")
-    healthy, *faults = map(json.loads, (tmp_path / "doctor_confusion.jsonl").read_text().splitlines())
+def test_the_doctor_is_tried_on_a_policy(pretrained: Path, tmp_path: Path) -> None:
+    run_case(tmp_path, "doctor_confusion", str(pretrained), "--dry")
+    healthy, *faults = rows_in(tmp_path / "doctor_confusion.jsonl")
     assert (healthy["kind"], healthy["trials"]) == ("healthy", 2)
     assert faults
-    with pytest.raises(subprocess.CalledProcessError):
-        run(tmp_path, "doctor_confusion", *small)
     assert all("rows" in row["kind"] and row["trials"] == 2 for row in faults)
+    assert "expected model" in run_case(tmp_path, "doctor_confusion", code=2)
+
+
+@pytest.mark.variants
+def test_the_doctor_is_asked_of_another_program_s_samples(tmp_path: Path) -> None:
+    run_case(tmp_path, "doctor_healthy", "prepare", str(tmp_path / "tiny"), "--model", "tiny")
+    run_case(tmp_path, "doctor_healthy", "sample", str(tmp_path / "tiny"), "--program", "transformers")
+    run_case(tmp_path, "doctor_healthy", "score", str(tmp_path / "tiny"), "--trials", "1", "--learners", "fp32")
+    (row,) = rows_in(tmp_path / "doctor_healthy.jsonl")
+    assert (row["program"], row["learner"], row["verdict"]) == ("transformers", "fp32", "healthy noise")
 
 
 @pytest.mark.variants
