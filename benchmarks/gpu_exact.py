@@ -2,8 +2,6 @@
 
     python benchmarks/gpu_exact.py [--parts exactness cost products] [--seconds 140]
 
-Not yet run on a GPU.
-
 - exactness: the engine samples 128 tokens after ragged prompts, up to 4096 positions, eight rows at a time; the
   learner's forward of the finished sequences must give the same bits. The fast family is counted beside it.
 - cost: a training step (forward and backward of 4096 tokens) and decoding (64 rows), exact and fast in turn.

@@ -1,5 +1,4 @@
-"""Speed and peak memory of a training step in fp32, TF32, bf16 and fp16 on one GPU, 1M to 1B parameters. Not yet run
-on a GPU.
+"""Speed and peak memory of a training step in fp32, TF32, bf16 and fp16 on one GPU, 1M to 1B parameters.
 
     python benchmarks/gpu_sizes.py [--rounds 7] [--batch 4096] [--sizes 1M,10M,100M,300M,1B] [--seconds 110]
 

@@ -116,6 +116,23 @@ def native_limit() -> str:
     return table(["", "format", "all (ms)", *parts, "share of the limit", "measured on"], lines)
 
 
+def gpu_exact() -> str:
+    """Exact kernels on a GPU: log-probs equal to the bit, fast and exact, and what they cost; the newest of each."""
+    found: dict[str, dict[tuple[str, str], Any]] = {}
+    for row in _rows("gpu_exact"):
+        found.setdefault(row["requested"], {})[row["metric"], row["kernels"]] = row
+    lines = []
+    for fmt, of in found.items():
+        equal = [of.get(("equal_log_probs", kernels)) for kernels in ("native", "exact native")]
+        cost = [of.get((f"{what}_seconds_over_fast", "exact native")) for what in ("train_step", "decode")]
+        if not any((*equal, *cost)):
+            continue
+        cells = [f"{row['value']:.1%} of {row['compared']:,}" if row else "" for row in equal]
+        cells += [f"{row['value']:.2f}" if row else "" for row in cost]
+        lines.append([fmt, *cells])
+    return table(["", "equal, fast", "equal, exact", "step, exact over fast", "decode, exact over fast"], lines)
+
+
 def gap_formats() -> str:
     """The gap of each format on SmolLM2, against a learner in bf16 and against one in the same format; newest rows."""
     rows = {row["pair"]: row for row in _rows("gap_formats")}
@@ -451,7 +468,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "scales": scales,
         "lost": lost,
     },
-    "exactness.md": {"exact_cost": exact_cost},
+    "exactness.md": {"exact_cost": exact_cost, "gpu_exact": gpu_exact},
     "bench.md": {"bench_options": lambda: command_options("bench")},
     "gap.md": {"gap_options": lambda: command_options("gap"), "figures": gap_figures, "measured": measured_gap},
     "precision.md": {

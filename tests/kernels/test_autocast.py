@@ -18,7 +18,7 @@ from mantissa.precision import BF16, FP16, FP32, NumberFormat, is_on_grid, round
 
 both = pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
 every = pytest.mark.parametrize("fmt", [FP32, FP16, BF16], ids=str)
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]  # CUDA: not yet run on a GPU
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def simulated(fmt: NumberFormat, device: str = "cpu") -> Autocast:

@@ -1,6 +1,6 @@
 """What only a GPU can show: which attention kernel runs, fp32 results of half products, TF32, agreement with the CPU.
 
-Not yet run on a GPU. The tables of operations, embeddings and the probe run on CUDA too, in their own files.
+The tables of operations, embeddings and the probe run on CUDA too, in their own files.
 """
 
 from __future__ import annotations

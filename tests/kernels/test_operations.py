@@ -166,7 +166,7 @@ OPERATIONS: dict[str, Operation] = {
     "add": Operation("aa", lambda: [normal(4, 96), normal(4, 96)], lambda f, x, y: f.add(x, y), lambda x, y: one(x + y),
                      lambda g, x, y: same(g.abs(), g.abs()), 1, (0, 0)),
 }  # fmt: skip
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]  # CUDA: not yet run on a GPU
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def operands(op: Operation, kernels: Kernels, device: str) -> tuple[list[Tensor], list[Tensor]]:

@@ -44,7 +44,7 @@ from mantissa.precision import (
 )
 
 formats = pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]  # CUDA: not yet run on a GPU
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -18,7 +18,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_CROSSING = ("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_", "aten::to", "aten::_scaled_mm")
+_CROSSING = (
+    "aten::_to_copy", "aten::copy_", "aten::_foreach_copy_", "aten::to", "aten::_scaled_mm",
+    "aten::native_batch_norm",  # on CUDA torch gives a half its fp32 weights, and computes in fp32
+)  # fmt: skip
 _FUSED_ATTENTION = (
     "aten::_scaled_dot_product_", "aten::_flash_attention_", "aten::_efficient_attention_", "flash_attn::",
 )  # fmt: skip

@@ -16,7 +16,7 @@ on Hopper keeps about 14 bits), then multiplied by its two scales and added up i
 
 The tiles and splits are a guess from arithmetic, not tuned. fp8 products are not split.
 
-Interpreted on a CPU and compiled for sm_80 and sm_90 (fp8: for sm_90); not yet run on a GPU.
+Interpreted on a CPU, compiled for sm_80 and sm_90 (fp8: for sm_90), run on an H200.
 
 The linear layer with fp8 operands is the three products of ``simulated.py``, on codes in place of their values; dW is
 rounded to the base format (fp16's overflow must reach the loss scaler) and then held in the master's fp32. The fast and

@@ -16,7 +16,7 @@ What torch's own CUDA kernels do, read from its sources, and what follows:
 Rounding points are those of ``NativeKernels``. Products and sums are not fused, so the rotation's bits are also those
 of torch's separate operations. Backward passes are torch operations: they may use any order.
 
-Interpreted on a CPU and compiled for sm_80 and sm_90; not yet run on a GPU.
+Interpreted on a CPU, compiled for sm_80 and sm_90, run on an H200 (docs/exactness.md has what was measured).
 """
 
 from __future__ import annotations
