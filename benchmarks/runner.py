@@ -147,11 +147,11 @@ def run_all(threads: int) -> None:
     """Each in a process of its own. One that fails does not stop the others; the exit status says whether any did."""
     failed = []
     for name, given in ALL.items():
-        script = [str(HERE / name)] if name.endswith(".py") else [str(HERE / "run.py"), name]
-        command = [*script, *given, *(["--threads", str(threads)] if name not in ("peak", "tables.py") else [])]
-        print(f"\n== {' '.join(command)}", flush=True)
+        script, case_ = (name, []) if name.endswith(".py") else ("run.py", [name])
+        more = [*case_, *given, *(["--threads", str(threads)] if name not in ("peak", "tables.py") else [])]
+        print(f"\n== {' '.join([script, *more])}", flush=True)
         start = time.perf_counter()
-        if subprocess.run([sys.executable, *command], check=False).returncode:
+        if subprocess.run([sys.executable, str(HERE / script), *more], check=False).returncode:
             failed.append(name)
         print(f"   {time.perf_counter() - start:.0f} s", flush=True)
     if failed:

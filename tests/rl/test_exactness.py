@@ -26,7 +26,8 @@ from mantissa.cli import app
 from mantissa.kernels import ExactBf16Kernels, ExactKernels, Kernels, NativeKernels, Planned, cpu, plan_exact
 from mantissa.model import Decoder, ModelConfig, load_model
 from mantissa.precision import E4M3, FP32, PrecisionPolicy, round_to_format
-from mantissa.rl import assemble, loop, session
+from mantissa.rl import assemble, session
+from mantissa.rl import step as steps
 from mantissa.rl.exact import plan, replay
 from mantissa.rl.exact.check import Exactness
 from mantissa.rl.exact.replay import Case, read_case, write_case
@@ -323,7 +324,7 @@ def test_a_fault_between_checks_and_in_the_last_step(
     train: Train, monkeypatch: pytest.MonkeyPatch, broken: Any, step: int, said: str
 ) -> None:
     """Of three steps the first and last are checked; the update of the second compares what it computes anyway."""
-    stepped = loop.take_step
+    stepped = steps.take_step
 
     def break_and_step(run: Run, number: int) -> dict[str, Any]:
         if number == step and broken is Silu:
@@ -332,7 +333,7 @@ def test_a_fault_between_checks_and_in_the_last_step(
             monkeypatch.setattr(generation, "sample", broken)
         return stepped(run, number)
 
-    monkeypatch.setattr(loop, "take_step", break_and_step)
+    monkeypatch.setattr(steps, "take_step", break_and_step)
     with pytest.raises(MantissaError, match=f"step {step}: .*{said}"):
         train(*EXACT, "steps=3", "precision=fp32", "precision.check_every=9")  # warm, so that some rewards differ
 
