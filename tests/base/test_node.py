@@ -28,13 +28,16 @@ what = sys.argv[1 + rank] if len(sys.argv) > 1 + rank else "end"
 if what == "stay":
     child = subprocess.Popen(["sleep", "600"])
     print("child", child.pid, flush=True)
+    open(__file__ + ".child", "w").close()
     time.sleep(600)
 if what == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print("deaf", os.getpid(), flush=True)
     time.sleep(600)
 if what in ("say", "trace"):
-    time.sleep(1.5)
+    while not os.path.exists(__file__ + ".child"):  # nobody is ended before the other has its child
+        time.sleep(0.05)
+    time.sleep(0.5)
 if what == "say":
     open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write('{"message": "no space"}')
     sys.exit(2)
