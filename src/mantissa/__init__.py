@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mantissa.base.version import __version__
 
 if TYPE_CHECKING:
+    from mantissa.adopted import adopt
     from mantissa.algorithms import (
         CorrectionConfig,
         PPOClipConfig,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "adopted": ["adopt"],
     "algorithms": ["CorrectionConfig", "PPOClipConfig", "advantage", "aggregation_scale", "correction"],
     "base.ranks": ["be_deterministic"],
     "base.seeds": ["derive_seed", "generator", "stream_slice"],
@@ -89,6 +91,7 @@ __all__ = [
     "ScalerConfig",
     "__version__",
     "adamw",
+    "adopt",
     "advantage",
     "aggregation_scale",
     "audit",

@@ -258,19 +258,31 @@ def cached(
 
 
 def attended(
-    q_NMD: Tensor, k_NSD: Tensor, v_NSD: Tensor, mask: Tensor, fmt: NumberFormat, choice: AttentionChoice
+    q_NMD: Tensor,
+    k_NSD: Tensor,
+    v_NSD: Tensor,
+    mask: Tensor,
+    fmt: NumberFormat,
+    choice: AttentionChoice,
+    scale: float | None = None,
+    capped: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """round(round(softmax(q k^T / sqrt(D))) v). Shape of ``q``.
+    """round(round(softmax(scale * q k^T)) v). Shape of ``q``. ``scale``: None for 1/sqrt(D).
 
-    ``mask``: 0 where a query sees a key and -inf where not, in a shape that broadcasts to N,M,S.
+    ``mask``: 0 where a query sees a key and -inf where not, in a shape that broadcasts to N,M,S, or to B,K,M,S with
+    N = B K. ``capped``: of the products, to the scores, scaled; for a model that caps them.
     """
     (heads, rows, size), keys = q_NMD.shape, k_NSD.shape[1]
     blocks = [slice(start, min(start + BLOCK, keys)) for start in range(0, keys, BLOCK)]
     scores_NMS = q_NMD.new_empty(heads, rows, keys)
+    shape = (mask.shape[0], heads // mask.shape[0]) if mask.dim() == 4 else (heads,)
+    scores, alpha = scores_NMS.view(*shape, rows, keys), size**-0.5 if scale is None else scale
     for block in blocks:
         part = batched(q_NMD, k_NSD[:, block].transpose(1, 2), choice)
+        if capped is not None:
+            part, alpha = capped(part), 1.0
         # 0 + scale * s is one rounding whether or not it is fused, and -inf stays: mask and scale in one pass.
-        torch.add(mask[..., block], part, alpha=size**-0.5, out=scores_NMS[:, :, block])
+        torch.add(mask[..., block], part.view(*shape, *part.shape[1:]), alpha=alpha, out=scores[..., block])
     p = round_to_format_(torch.softmax(scores_NMS, dim=-1), fmt)
     total = batched(p[:, :, blocks[0]], v_NSD[:, blocks[0]], choice)
     for block in blocks[1:]:

@@ -1,0 +1,206 @@
+"""Transformers' families under ``mantissa.adopt``: how many log-probs differ, and what it costs.
+
+The comparison is made here anew, by log-probs of the tokens of a batch of twelve sequences of odd lengths: padded on
+the left, against padded on the right, in another order, decoded one by one from a cache after a part of it, and each
+sequence alone; before an update of all weights and after it.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from families import FAMILIES, REFUSED, VOCABULARY, make
+from runner import Row, Rows, case
+from torch import Tensor
+
+import mantissa
+from mantissa.base.errors import MantissaError
+
+ROWS, LENGTH, DECODED = 12, 149, 20
+
+
+def batch(left: bool) -> tuple[Tensor, Tensor]:
+    """Tokens and mask of the sequences, filled up on one side."""
+    generator = torch.Generator().manual_seed(11)
+    tokens, mask = torch.zeros(ROWS, LENGTH, dtype=torch.long), torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    for row in range(ROWS):
+        kept = LENGTH - 7 * row
+        own = slice(LENGTH - kept, None) if left else slice(kept)
+        tokens[row, own] = torch.randint(3, VOCABULARY, (kept,), generator=generator)
+        mask[row, own] = 1
+    return tokens, mask
+
+
+def scored(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probs of the tokens that follow; one column fewer."""
+    return torch.log_softmax(logits[:, :-1].float(), -1).gather(-1, tokens[:, 1:, None])[..., 0]
+
+
+def whole(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    out = model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False)
+    return scored(out.logits, tokens)
+
+
+def decoded(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
+    """Log-probs of the last tokens, each sampled position from a cache."""
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    logits, cache, start = [], None, 0
+    for stop in range(tokens.shape[1] - DECODED, tokens.shape[1] + 1):
+        out = model(
+            input_ids=tokens[:, start:stop], attention_mask=mask[:, :stop], position_ids=positions[:, start:stop],
+            past_key_values=cache, use_cache=True,
+        )  # fmt: skip
+        cache, start = out.past_key_values, stop
+        logits.append(out.logits[:, -1:])
+    return scored(torch.cat(logits, 1), tokens[:, -DECODED - 1 :])
+
+
+def compared(model: Any) -> tuple[int, int]:
+    """How many log-probs were compared, and how many were other numbers."""
+    with torch.no_grad():
+        (tokens, mask), right = batch(True), batch(False)
+        first, real = whole(model, tokens, mask), mask[:, :-1].bool()
+        pairs: list[tuple[Tensor, Tensor]] = []
+        order = torch.arange(ROWS).flip(0)
+        pairs.append((whole(model, tokens[order], mask[order])[order][real], first[real]))
+        pairs.append((whole(model, *right)[right[1][:, 1:].bool()], first[real]))
+        pairs.append((decoded(model, tokens, mask), first[:, -DECODED:]))
+        for row in range(ROWS):
+            own = mask[row].bool()
+            alone = whole(model, tokens[row : row + 1, own], mask[row : row + 1, own])[0]
+            pairs.append((alone, first[row, real[row]]))
+    return sum(x.numel() for x, _ in pairs), sum(int((x != y).sum()) for x, y in pairs)
+
+
+def update(model: Any) -> None:
+    """One step down the gradient of the log-probs' sum."""
+    tokens, mask = batch(False)
+    (-whole(model, tokens, mask)[mask[:, 1:].bool()].mean()).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad * 0.05)
+                parameter.grad = None
+
+
+def measured(name: str, precision: str) -> Row:
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    tokens, mask = batch(True)
+    own = make(name, dtype)
+    before = compared(own)
+    with torch.no_grad():
+        reference = whole(make(name), tokens, mask)
+    model = make(name)
+    mantissa.adopt(model, precision)
+    with torch.no_grad():
+        real = mask[:, :-1].bool()
+        routed, plain = whole(model, tokens, mask)[real], whole(own, tokens, mask)[real]
+    first = compared(model)
+    update(model)
+    second = compared(model)
+    return {
+        "benchmark": "adopt_families", "case": name, "requested": precision, "active": precision,
+        "compared": first[0] + second[0], "different": first[1] + second[1], "metric": "own_different", "unit": "",
+        "value": before[1] / before[0], "from_fp32": float((routed - reference[real]).abs().mean()),
+        "own_from_fp32": float((plain - reference[real]).abs().mean()),
+    }  # fmt: skip
+
+
+@case("adopt", families=("llama",), precisions=("fp32",))
+def adopt_families(
+    families: Sequence[str] = tuple(FAMILIES), precisions: Sequence[str] = ("fp32", "bf16", "fp16"), threads: int = 1
+) -> Rows:
+    """Log-probs of each family that differ by what stands beside a position, adopted and by transformers' own.
+
+    ``value`` is the share that differs by transformers' own attention (sdpa) and products, in the same format;
+    ``from_fp32`` and ``own_from_fp32`` the mean distance of either from transformers' own fp32. Tiny models.
+    """
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(threads)
+    for name in families:
+        for precision in precisions:
+            yield measured(name, precision)
+    if len(families) == len(FAMILIES):
+        for name in REFUSED:
+            try:
+                mantissa.adopt(make(name))
+            except MantissaError as error:
+                yield {"benchmark": "adopt_families", "case": name, "metric": "refused", "why": str(error)}
+
+
+def _forward(model: Any, tokens: Tensor, new: int) -> None:
+    with torch.no_grad():
+        model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+
+
+def _step(model: Any, tokens: Tensor, new: int) -> None:
+    out = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
+    scored(out, tokens).mean().backward()
+    model.zero_grad(set_to_none=True)
+
+
+def _generate(model: Any, tokens: Tensor, new: int) -> None:
+    model.generate(
+        input_ids=tokens[:, :16], attention_mask=torch.ones_like(tokens[:, :16]), max_new_tokens=new,
+        min_new_tokens=new, do_sample=False, pad_token_id=0,
+    )  # fmt: skip
+
+
+PARTS: dict[str, Callable[[Any, Tensor, int], None]] = {"forward": _forward, "step": _step, "generate": _generate}
+
+
+@case("adopt", hidden=64, rounds=1, rows=1, length=24, new=2)
+def adopt_cost(
+    model: str = "", hidden: int = 512, rounds: int = 5, rows: int = 4, length: int = 256, new: int = 32,
+    precisions: Sequence[str] = ("fp32", "bf16"), threads: int = 2,
+) -> Rows:  # fmt: skip
+    """Seconds of an adopted model over transformers' own with its sdpa: a forward, a step, tokens from a cache.
+
+    ``model``: a Hugging Face folder; none: a llama of ``hidden`` with 4 layers. Either takes turns, and the ratio is
+    of a round, its median and quartiles over ``rounds``. ``active`` in a half: of a model loaded in it.
+    """
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(threads)
+    for precision in precisions:
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+        def made(dtype: torch.dtype = dtype) -> Any:
+            if model:
+                return transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+            sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": 4}
+            return make(
+                "llama", dtype, **sizes, num_attention_heads=hidden // 32, num_key_value_heads=hidden // 64, head_dim=32
+            )
+
+        own, adopted = made(), made()
+        mantissa.adopt(adopted)
+        tokens = torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(1))
+        for part, work in PARTS.items():
+            ratios = sorted(_ratio(work, own, adopted, tokens, new) for _ in range(rounds))
+            yield {
+                "benchmark": "adopt_cost", "case": part, "requested": precision, "active": precision,
+                "model": model.rstrip("/").rpartition("/")[2] or f"llama {hidden}", "rounds": rounds, "rows": rows,
+                "length": length, "new": new, "metric": "time_over_transformers", "unit": "ratio",
+                "value": ratios[rounds // 2], "quartile_low": ratios[rounds // 4],
+                "quartile_high": ratios[-1 - rounds // 4],
+            }  # fmt: skip
+
+
+def _ratio(work: Callable[[Any, Tensor, int], None], own: Any, adopted: Any, tokens: Tensor, new: int) -> float:
+    times = []
+    for model in (own, adopted):
+        start = time.perf_counter()
+        work(model, tokens, new)
+        times.append(time.perf_counter() - start)
+    return times[1] / times[0]

@@ -1,0 +1,354 @@
+"""``adopt``: a causal language model of transformers under Mantissa's kernels, and off them again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mantissa.adopted import attention as attentions
+from mantissa.adopted.census import LENGTH, census, compare, drawn, read
+from mantissa.adopted.recurrence import recurrent
+from mantissa.adopted.route import RUNNING, Copies, Routed
+from mantissa.base.errors import MantissaError
+from mantissa.kernels import ExactPlan, ModelShapes, plan_exact, resolve
+from mantissa.precision import BF16, FP16, FP32, NumberFormat, PrecisionPolicy, format_named
+
+_FORMATS = (FP32, BF16, FP16)
+
+
+class Adopted:
+    """A model's adoption: what it computes in, what was proven, and the way back (``release``). Also a context.
+
+    ``lines``: for a screen: the format and its kernels, each product's and attention's calls, and what was compared.
+    """
+
+    def __init__(self, mode: Routed, lines: list[str], recurrences: dict[Any, Any]) -> None:
+        self.mode, self.lines, self._recurrences = mode, lines, recurrences
+        self._model: nn.Module | None = None
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Adopted:
+        return self  # of a copied model: the same plan; it holds no weights
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+    def __enter__(self) -> Adopted:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @contextlib.contextmanager
+    def running(self, head: Tensor | None = None, place: attentions.Place | None = None) -> Iterator[None]:
+        """Within this, torch's functions are the routes' (once, however often it is entered)."""
+        if RUNNING.modes and RUNNING.modes[-1] is self.mode:
+            yield
+            return
+        RUNNING.modes.append(self.mode)
+        RUNNING.heads.append(head)
+        RUNNING.places.append(place)
+        try:
+            with recurrent(self._recurrences), self.mode:
+                yield
+        finally:
+            for stack in (RUNNING.modes, RUNNING.heads, RUNNING.places):
+                stack.pop()
+
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Within this, no weight changes: what a product reads of it is made once."""
+        before, self.mode.copies = self.mode.copies, self.mode.copies or Copies()
+        try:
+            yield
+        finally:
+            self.mode.copies = before
+
+    def _take(self, model: nn.Module) -> None:
+        """Put the model's classes and settings under the routes."""
+        from transformers import PreTrainedModel
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        self._model = model
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel | GradientCheckpointingLayer):
+                kind: Any = type(module)
+                self._set(module, "__class__", _under(kind, _Model if isinstance(module, PreTrainedModel) else _Layer))
+                module.__dict__["_adopted"] = self
+        configs: dict[int, Any] = {}
+        for module in model.modules():
+            if hasattr(getattr(module, "config", None), "_attn_implementation_internal"):
+                configs[id(module.config)] = module.config
+        for config in configs.values():
+            self._set(config, "_attn_implementation_internal", attentions.NAME)
+            self._set(config, "_experts_implementation_internal", "eager")
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        self._before.append((owner, name, getattr(owner, name, None)))
+        setattr(owner, name, value)
+
+    def release(self) -> None:
+        """The model as it was: its classes, its settings. Copies made of it since remain adopted."""
+        for owner, name, value in reversed(self._before):
+            setattr(owner, name, value)
+        for module in () if self._model is None else self._model.modules():
+            module.__dict__.pop("_adopted", None)
+        self._before, self._model = [], None
+
+
+class _Layer:
+    """A layer that may be computed a second time by itself, in a backward pass (gradient checkpointing)."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._adopted.running():  # type: ignore[attr-defined]
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+class _Model:
+    """A model, or the one inside it without a head."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        adopted: Adopted = self._adopted  # type: ignore[attr-defined]
+        if RUNNING.modes and RUNNING.modes[-1] is adopted.mode:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        given = _given(super().forward, args, kwargs)  # type: ignore[misc]
+        place = _placed(given)
+        outputs = self.get_output_embeddings()  # type: ignore[attr-defined]
+        with adopted.running(getattr(outputs, "weight", None), place):
+            return super().forward(**given)  # type: ignore[misc]
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        with self._adopted.keeping():  # type: ignore[attr-defined]
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+
+@functools.cache
+def _under(kind: Any, part: Any) -> Any:
+    """A subclass of ``kind`` by the same name, whose calls are routed."""
+    return type(kind.__name__, (part, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+
+
+def _given(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, with position ids made of the mask where none were given."""
+    signature = inspect.signature(forward)
+    bound = signature.bind_partial(*args, **kwargs).arguments
+    more = bound.pop(next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), ""), {})
+    given = {**bound, **more}
+    mask, tokens = given.get("attention_mask"), _tokens(given)
+    counted = "position_ids" in signature.parameters and given.get("position_ids") is None
+    if counted and isinstance(mask, Tensor) and mask.dim() == 2:
+        given["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
+    return given
+
+
+def _tokens(given: dict[str, Any]) -> Tensor:
+    tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    if not isinstance(tokens, Tensor):
+        raise MantissaError("adopt: the model was called without input_ids or inputs_embeds")
+    return tokens
+
+
+def _placed(given: dict[str, Any]) -> attentions.Place:
+    """Where the columns of this call stand. ``MantissaError`` where that is not known."""
+    tokens, mask, cache = _tokens(given), given.get("attention_mask"), given.get("past_key_values")
+    past = _cached(cache)
+    if past is None:  # a cache of states alone
+        past = mask.shape[1] - tokens.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else 0
+    columns = past + tokens.shape[1]
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != columns):
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise MantissaError(
+            f"adopt: attention_mask is {shape}; expected one of {tokens.shape[0]} rows by {columns} columns, 1 where a "
+            "token is: a mask made by hand does not say where a row begins"
+        )
+    place = attentions.places(mask, columns, len(tokens))
+    positions = given.get("position_ids")
+    if isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape[1] == tokens.shape[1]:
+        _check_positions(positions, mask, past)
+    return place
+
+
+def _check_positions(positions: Tensor, mask: Tensor | None, past: int) -> None:
+    """Refuse rows that hold several sequences: positions must go up by one from token to token."""
+    steps = positions[:, 1:] - positions[:, :-1]
+    real = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask[:, past:].bool().expand_as(positions)
+    if bool(((steps != 1) & real[:, 1:] & real[:, :-1]).any()):
+        raise MantissaError(
+            "adopt: position_ids do not go up by one along a row: rows that hold several sequences are not adopted; "
+            "give each sequence a row, and a mask"
+        )
+
+
+def _cached(cache: Any) -> int | None:
+    """Columns in the cache; None where it has states alone. ``MantissaError``: its keys are in another order."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import Cache, StaticCache
+
+    if cache is None:
+        return 0
+    if not isinstance(cache, Cache) or isinstance(cache, StaticCache) or type(cache).__name__ == "QuantizedCache":
+        raise MantissaError(
+            f"adopt: the cache is a {type(cache).__name__}; expected transformers' {DynamicCache.__name__}, whose keys "
+            "lie in the order of their positions"
+        )
+    keyed = [layer for layer in cache.layers if hasattr(layer, "keys")]
+    return int(keyed[0].get_seq_length()) if keyed else None if cache.layers else 0
+
+
+def adopt(
+    model: nn.Module,
+    precision: str | PrecisionPolicy | None = None,
+    length: int | None = None,
+) -> Adopted:
+    """Put a causal language model of transformers under Mantissa's kernels, in place; ``release`` takes it off again.
+
+    Whole forward, prefill and decode, alone or in any batch, padded left or right: a position's logits are then equal
+    to the last bit. The model's class, code, parameters and checkpoints stay, and so do ``generate``, gradient
+    checkpointing, adapters. Gradients are torch's. Logits are fp32.
+
+    ``precision``: ``fp32``, ``bf16`` or ``fp16``, or a policy whose roles agree; None: what the parameters are in.
+    Parameters in fp32 are masters of a half: cast where they are used. ``length``: positions of the longest sequence;
+    None: what the model was made for, up to 4096.
+
+    ``MantissaError``, and nothing changed, for what is no such model, or has an operation or a cache that has no exact
+    form (named with its module); proven on this model before it is used.
+    """
+    root = _checked(model)
+    policy = _policy(precision)
+    fmt, cast = _format(root, None if precision is None else policy)
+    role = resolve(PrecisionPolicy(train=fmt.name, rollout=fmt.name, kernels="exact"), _device(root)).learner
+    mode = Routed(fmt, cast, format_named(policy.logits))
+    head = f"{type(root).__name__} in {fmt.name}{' of fp32 parameters' if cast else ''}, logits {policy.logits}"
+    adopted = Adopted(mode, [f"{head}: exact kernels by {role.backend} products"], {})
+    vocabulary, longest = root.config.get_text_config().vocab_size, _longest(root, length)
+    tokens = drawn(vocabulary, min(LENGTH, longest))
+    adopted._take(root)
+    try:
+        _read(root, adopted, tokens)
+        mode.plans = _plans(mode, role, vocabulary, longest)
+        counted = census(root, mode, tokens[:, : min(40, tokens.shape[1])])
+        adopted.lines += [*mode.plan.lines(), counted, compare(root, tokens)]
+    except BaseException:
+        adopted.release()
+        raise
+    return adopted
+
+
+def _read(root: nn.Module, adopted: Adopted, tokens: Tensor) -> None:
+    from mantissa.adopted.recurrence import homes
+
+    adopted._recurrences = homes(root)
+    adopted.mode.names = {id(p): name.removesuffix(".weight") for name, p in root.named_parameters()}
+    try:
+        read(root, tokens[:, : min(40, tokens.shape[1])])
+    except MantissaError:
+        raise
+    except Exception as error:
+        raise MantissaError(f"adopt: {type(root).__name__} does not run on a batch of tokens: {error}") from error
+
+
+def _plans(mode: Routed, role: Any, vocabulary: int, length: int) -> dict[tuple[int, int, int], ExactPlan]:
+    products = tuple(
+        (f"lm_head.{name}" if wide else f"model.{name}", size[1], size[0])
+        for (size, wide), name in mode.products.items()
+    )
+    plans: dict[tuple[int, int, int], ExactPlan] = {}
+    for heads in sorted(mode.heads) or [(1, 1, 16)]:  # without attention: a recurrence alone
+        shapes = ModelShapes(() if plans else products, *heads, vocabulary, length)
+        plans[heads] = plan_exact(shapes, role, "cpu")
+    return plans
+
+
+def _longest(root: Any, length: int | None) -> int:
+    made_for = getattr(root.config.get_text_config(), "max_position_embeddings", None) or 4096
+    return min(made_for, 4096) if length is None else length
+
+
+def _policy(precision: str | PrecisionPolicy | None) -> PrecisionPolicy:
+    if not isinstance(precision, PrecisionPolicy):
+        return PrecisionPolicy(train=precision or "fp32", rollout=precision or "fp32")
+    policy = precision
+    if policy.train != policy.rollout:
+        raise MantissaError(
+            f"adopt: precision has train={policy.train} and rollout={policy.rollout}; one model has one format"
+        )
+    return policy
+
+
+def _format(root: nn.Module, policy: PrecisionPolicy | None) -> tuple[NumberFormat, bool]:
+    """The format, and whether parameters in fp32 are cast to it."""
+    dtypes = {p.dtype for p in root.parameters() if p.is_floating_point()}
+    own = next((fmt for fmt in _FORMATS if dtypes == {fmt.dtype}), None)
+    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    if policy is None:
+        if own is None:
+            raise MantissaError(
+                f"adopt: the parameters are in {names}; expected one of fp32, bf16, fp16; name a precision"
+            )
+        return own, False
+    fmt = next((fmt for fmt in _FORMATS if fmt.name == policy.train), None)
+    if fmt is None:
+        raise MantissaError(f"adopt: precision {policy.train}: expected fp32, bf16 or fp16")
+    if own not in (FP32, fmt):
+        raise MantissaError(
+            f"adopt: the parameters are in {names}, and precision={fmt.name}; load the model in fp32 or {fmt}"
+        )
+    return fmt, own is not fmt
+
+
+def _device(root: nn.Module) -> torch.device:
+    device = next(root.parameters()).device
+    if device.type != "cpu":
+        raise MantissaError(
+            f"adopt: the model is on {device}; the exact form of other people's models is for a CPU so far"
+        )
+    return device
+
+
+def _checked(model: nn.Module) -> Any:
+    """The causal language model that ``model`` is or wraps. ``MantissaError`` for what is none."""
+    try:
+        from transformers import PreTrainedModel
+    except ImportError:
+        raise MantissaError("adopt: transformers is not installed; pip install 'mantissa-rl[train]'") from None
+    wrapped: Any = getattr(model, "get_base_model", None)  # peft's
+    root: Any = model if wrapped is None else wrapped()
+    if not isinstance(root, PreTrainedModel):
+        raise MantissaError(
+            f"adopt: {type(model).__name__} is no model of transformers; expected a causal language model"
+        )
+    name, config = type(root).__name__, root.config
+    if hasattr(root, "_adopted"):
+        raise MantissaError(f"adopt: this {name} has been adopted already; release it first")
+    if not type(root).__module__.startswith("transformers."):
+        raise MantissaError(
+            f"adopt: {name} is not transformers' own code ({type(root).__module__}), which cannot be known"
+        )
+    if config.is_encoder_decoder or not name.endswith(("ForCausalLM", "LMHeadModel")):
+        raise MantissaError(f"adopt: {name} is no causal language model; expected one of transformers' ...ForCausalLM")
+    if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
+        raise MantissaError(f"adopt: {name} has a vision or audio part; load its text model alone")
+    if getattr(config, "quantization_config", None) is not None or getattr(root, "hf_quantizer", None) is not None:
+        raise MantissaError(f"adopt: {name} is a quantised checkpoint; load it in fp32, bf16 or fp16")
+    _register()
+    return root
+
+
+@functools.cache
+def _register() -> None:
+    """Name the attention, and masks that say what each query sees, to transformers; once a process."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+
+    def mask(*args: Any, **kwargs: Any) -> Tensor | None:
+        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "allow_torch_fix": False}
+        return sdpa_mask(*args, **kwargs)
+
+    AttentionInterface.register(attentions.NAME, attentions.attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(attentions.NAME, mask)
