@@ -162,6 +162,38 @@ def _gap_cells(row: Row) -> list[str]:
     return [f"{mean:.3f} ({low:.3f} to {high:.3f})", f"{row['k3_kl']:.4f}", f"{row['equal_fraction']:.0%}"]
 
 
+def _adopted(benchmark: str) -> list[Row]:
+    return [row for row in _rows("adopt") if row["benchmark"] == benchmark]
+
+
+def adopt_families() -> str:
+    """Log-probs of each family that differ, adopted and by transformers' own; the newest row of each format."""
+    newest = {(row["case"], row["requested"]): row for row in _adopted("adopt_families") if "requested" in row}
+    formats = ("fp32", "bf16", "fp16")
+    lines = []
+    for name in dict.fromkeys(name for name, _ in newest):
+        found = [newest[name, fmt] for fmt in formats]
+        total = f"{sum(row['different'] for row in found):,} of {sum(row['compared'] for row in found):,}"
+        lines.append([f"`{name}`", total, *(f"{row['value']:.0%}" for row in found)])
+    return table(["family", "different, adopted", *(f"transformers' own, {fmt}" for fmt in formats)], lines)
+
+
+def adopt_refused() -> str:
+    """The reason that each family is refused with."""
+    newest = {row["case"]: row for row in _adopted("adopt_families") if row["metric"] == "refused"}
+    return table(["family", "because"], [[f"`{name}`", row["why"]] for name, row in newest.items()])
+
+
+def adopt_cost() -> str:
+    """Time of an adopted model over transformers' own; the newest row of each model, format and number of threads."""
+    newest = {(row["model"], row["requested"], row["threads"], row["case"]): row for row in _adopted("adopt_cost")}
+    lines = []
+    for model, fmt, threads in dict.fromkeys(key[:3] for key in newest):
+        cells = [_quartiles(newest[model, fmt, threads, part]) for part in ("forward", "step", "generate")]
+        lines.append([model, fmt, str(threads), *cells])
+    return table(["model", "format", "threads", "forward", "step", "generate"], lines)
+
+
 def exact_cost() -> str:
     """What exact kernels cost over fast ones, by the newest row of each format and size."""
     rows = [r for r in _rows("exact_cost") if r["metric"] == "time_over_fast"]
@@ -469,6 +501,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "lost": lost,
     },
     "exactness.md": {"exact_cost": exact_cost, "gpu_exact": gpu_exact},
+    "adopt.md": {"adopt_families": adopt_families, "adopt_refused": adopt_refused, "adopt_cost": adopt_cost},
     "bench.md": {"bench_options": lambda: command_options("bench")},
     "gap.md": {"gap_options": lambda: command_options("gap"), "figures": gap_figures, "measured": measured_gap},
     "precision.md": {

@@ -52,7 +52,7 @@ ELSEWHERE = {  # tests of their own; of a real model's size; or what scripts sha
     "rl_problem", "rows", "steps", "workers", "decode_pretrained", "exact_logprobs", "gap", "emulated",
     "doctor_faults", "substitution", "tune", "waltz", "soak", "soak_job", "soak_load",
     "soak_report", "doctor_strangers", "doctor_mistakes", "start_pages", "run", "runner",
-    "verl_jobs", "verl_rehearsals", "native_beside", "native_limit",
+    "families", "verl_jobs", "verl_rehearsals", "native_beside", "native_limit",
 }  # fmt: skip
 
 

@@ -56,6 +56,18 @@ def test_what_generate_samples_is_recorded(tmp_path: Path) -> None:
     assert row["libraries"].keys() >= {"trl", "transformers", "torch"}
 
 
+@pytest.mark.parametrize("kind", ["gemma3_text fp32", "gpt_oss bf16", "qwen3_5_text fp32"])
+def test_an_adopted_model_samples_with_the_learners_log_probs(kind: str, tmp_path: Path) -> None:
+    """Two steps with checkpointed layers, TRL's default: windows, sinks and experts, a gated delta rule."""
+    done = run(tmp_path, f"adopted {kind}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    dump = read_dump(tmp_path / "logps")
+    assert {each.learner_version for each in dump.sequences} == {0, 1}
+    assert sum(int(each.mask.sum()) for each in dump.sequences) > 30
+    for each in dump.sequences:
+        assert np.array_equal(each.learner_logp[each.mask], each.rollout_logp[each.mask])
+
+
 def test_bf16_generate_is_recorded_with_formats_and_versions(tmp_path: Path) -> None:
     """How much cached decoding then differs from the whole forward is the model's size: docs/integrations.md."""
     done = run(tmp_path, "bf16")

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
-from mantissa.dropin.trl import gate, record_logps
+from mantissa.dropin.trl import adopt, gate, record_logps
 
 torch.manual_seed(0)
 words = {f"w{n}": n for n in range(30)} | {"<pad>": 30, "<eos>": 31}
@@ -23,6 +23,12 @@ model = LlamaForCausalLM(LlamaConfig(vocab_size=32, intermediate_size=32, num_at
 if kind == "bf16":  # as a checkpoint in bf16 is loaded; with logits of some size
     model.bfloat16().lm_head.weight.data *= 20.0
 
+
+if kind.startswith("adopted "):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    import families
+
+    model = families.make(kind.split()[1], vocab_size=32, pad_token_id=30, bos_token_id=29, eos_token_id=31)
 
 if kind == "folder":
     model.save_pretrained(sys.argv[1] + "/model")
@@ -48,7 +54,9 @@ def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[list[flo
     return answers
 
 
-steps = {"stop": 6, "resume": 2, "bf16": 2, "unwatched": 2, "watched": 2}.get(kind, 1)
+steps = {"stop": 6, "resume": 2, "bf16": 2, "unwatched": 2, "watched": 2}.get(
+    kind, 2 if kind.startswith("adopted ") else 1
+)
 config = GRPOConfig(output_dir=sys.argv[1] + "/trl", per_device_train_batch_size=8, num_generations=4,
                     max_steps=steps, max_completion_length=5, learning_rate=1e-3,
                     temperature=0.8, report_to=[], use_cpu=True, save_strategy="steps" if kind == "resume" else "no",
@@ -57,6 +65,8 @@ config = GRPOConfig(output_dir=sys.argv[1] + "/trl", per_device_train_batch_size
 trainer = GRPOTrainer(model, lambda completions, **_: [float(len(each) % 3) for each in completions], config,
                       Dataset.from_dict({"prompt": [f"w{n} w{n + 1} w3" for n in range(8)]}),
                       processing_class=tokenizer, rollout_func=None if kind else rollout)  # fmt: skip
+if kind.startswith("adopted "):
+    print(adopt(trainer, kind.split()[2], length=64))
 if kind == "unwatched":
     trainer.train()
 else:

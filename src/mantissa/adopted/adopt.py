@@ -118,6 +118,11 @@ class _Model:
         if RUNNING.modes and RUNNING.modes[-1] is adopted.mode:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         given = _given(super().forward, args, kwargs)  # type: ignore[misc]
+        if torch.is_autocast_enabled("cpu"):
+            raise MantissaError(
+                "adopt: autocast is on, which would round what the exact kernels compute; turn it off, and adopt the "
+                "model with precision=bf16 or fp16"
+            )
         place = _placed(given)
         outputs = self.get_output_embeddings()  # type: ignore[attr-defined]
         with adopted.running(getattr(outputs, "weight", None), place):
@@ -326,6 +331,11 @@ def _checked(model: nn.Module) -> Any:
     name, config = type(root).__name__, root.config
     if hasattr(root, "_adopted"):
         raise MantissaError(f"adopt: this {name} has been adopted already; release it first")
+    if "forward" in vars(root):
+        raise MantissaError(
+            f"adopt: the forward of this {name} has been replaced (by TRL's trainer: mantissa.dropin.trl.adopt; by "
+            "accelerate's autocast: ask for no mixed precision); adopt the model first"
+        )
     if not type(root).__module__.startswith("transformers."):
         raise MantissaError(
             f"adopt: {name} is not transformers' own code ({type(root).__module__}), which cannot be known"

@@ -1,8 +1,9 @@
-"""TRL's GRPO trainer and the doctor: log-probs of both sides recorded, or looked at while it trains.
+"""TRL's GRPO trainer: log-probs of both sides recorded, looked at while it trains, or made equal to the last bit.
 
-    from mantissa.dropin.trl import gate, record_logps
+    from mantissa.dropin.trl import adopt, gate, record_logps
 
-    gate(trainer, every=25, on_fault="stop")    # before trainer.train(): a verdict at once, then every 25 steps
+    adopt(trainer, "bf16")                      # before trainer.train(): generate and the learner by exact kernels
+    gate(trainer, every=25, on_fault="stop")    # a verdict at once, then every 25 steps
     record_logps(trainer, "logps")              # or keep them, for `mantissa doctor logps`
 
 The sampler's log-probs are those that vLLM (or a ``rollout_func``) delivers. Where transformers' ``generate`` samples,
@@ -15,18 +16,76 @@ do, after a step.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from mantissa.adopted import Adopted
+from mantissa.adopted import adopt as adopted_model
 from mantissa.base.errors import MantissaError
 from mantissa.doctor.gate import Gate
 from mantissa.doctor.record import ScoredBatch, write_batch
 from mantissa.doctor.routers import routes
 
 _FORMATS = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+
+
+def adopt(trainer: Any, precision: str | None = None, length: int | None = None) -> Adopted:
+    """Have ``trainer`` (trl.GRPOTrainer, whose model samples by transformers' ``generate``) sample and learn by exact
+    kernels: a token's log-prob is then the same number on both sides. Call it before ``trainer.train()``.
+
+    ``precision``, ``length`` and the result: as of ``mantissa.adopt``. TRL's fused head, which multiplies outside the
+    model, is replaced by the model's own and TRL's log-softmax and entropy of its logits. ``MantissaError``, and nothing
+    changed, where something else samples (vLLM, a ``rollout_func``), under autocast, or for what ``mantissa.adopt``
+    refuses.
+    """
+    args = trainer.args
+    if args.use_vllm or trainer.rollout_func is not None:
+        raise MantissaError("adopt: vLLM or a rollout_func samples, by kernels of its own; expected use_vllm=False")
+    if args.bf16 or args.fp16:
+        name = "bf16" if args.bf16 else "fp16"
+        raise MantissaError(
+            f"adopt: {name}=True is autocast, which rounds at other places in generate and in the learner; expected "
+            f"GRPOConfig(bf16=False, fp16=False), and adopt(trainer, {name!r})"
+        )
+    own = getattr(trainer.model, "get_base_model", None)  # peft's
+    model = trainer.model if own is None else own()
+    fused = vars(model).pop("forward", None)
+    try:
+        adopted = adopted_model(model, precision, length)
+    except BaseException:
+        if fused is not None:
+            model.forward = fused
+        raise
+    if fused is not None:
+        model.forward = types.MethodType(_with_log_probs(type(model).forward, args.temperature), model)
+    return adopted
+
+
+def _with_log_probs(whole: Callable[..., Any], temperature: float) -> Callable[..., Any]:
+    """A model's forward that also does what TRL's fused head is asked: log-probs and entropy of the labels."""
+
+    @functools.wraps(whole)
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, labels: Any = None, **kwargs: Any) -> Any:
+        if not fused_lm_head:
+            return whole(self, *args, **kwargs, **({} if labels is None else {"labels": labels}))
+        from trl.trainer.utils import FusedCausalLMOutput, entropy_from_logits, selective_log_softmax
+
+        kwargs.pop("num_items_in_batch", None)
+        out = whole(self, *args, **kwargs | {"use_cache": False})
+        logits, labels = out.logits[:, :-1] / temperature, labels[:, 1:]
+        mask = labels != -100
+        log_probs = selective_log_softmax(logits, labels.clamp(min=0)).masked_fill(~mask, 0.0)
+        entropy = entropy_from_logits(logits).masked_fill(~mask, 0.0)
+        loss = -log_probs.sum() / mask.sum().clamp(min=1)
+        aux = getattr(out, "aux_loss", None)
+        return FusedCausalLMOutput(loss=loss, log_probs=log_probs, entropy=entropy, label_mask=mask, aux_loss=aux)
+
+    return forward
 
 
 def record_logps(trainer: Any, folder: Path | str) -> None:
@@ -170,29 +229,33 @@ class _Sampled:
 
     def __init__(self) -> None:
         self.temperature, self.calls, self.why = 1.0, 0, ""
-        self._law: Any = None
+        self._scores: Any = None
         self._logps: list[Any] = []
 
     def begin(self, config: Any) -> None:
-        self.calls, self._law, self._logps = self.calls + 1, None, []
+        self.calls, self._scores, self._logps = self.calls + 1, None, []
         self.temperature = float(getattr(config, "temperature", None) or 1.0)
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """``scores``: logits before the temperature, B,V. They are returned as they are."""
         try:
             self._take(input_ids)
-            self._law = (scores.float() / self.temperature).log_softmax(-1)
+            self._scores = scores.float()
         except Exception as error:  # noqa: BLE001 - as where memory runs out: the sampling must go on
-            self._law, self.why = None, f": {error}"
+            self._scores, self.why = None, f": {error}"
         return scores
 
     def _take(self, ids: Any) -> None:
-        if self._law is not None:
-            self._logps.append(self._law.gather(1, ids[:, -1:].to(self._law.device)))
+        """By TRL's own function of logits, which is the learner's: equal logits have equal log-probs."""
+        if self._scores is not None:
+            from trl.trainer.utils import selective_log_softmax
+
+            logits, tokens = self._scores.unsqueeze(1) / self.temperature, ids[:, -1:].to(self._scores.device)
+            self._logps.append(selective_log_softmax(logits, tokens))
 
     def end(self, found: Any) -> None:
         self._take(getattr(found, "sequences", found))
-        self._law = None
+        self._scores = None
 
     def table(self, ids: Any) -> Any:
         """The log-probs of ``ids``, B,R; None where ``generate`` was not called once for just these rows."""
