@@ -36,6 +36,7 @@ from mantissa.kernels import cpu
 from mantissa.kernels.exact.kernels import product
 from mantissa.kernels.exact.plan import Choice, ExactPlan
 from mantissa.kernels.native import ProductOf
+from mantissa.kernels.simulated import Product
 from mantissa.precision import FP32, NumberFormat, round_to_format
 
 Head = tuple[int, int, int]  # of an attention: query heads, key heads, head size
@@ -64,7 +65,12 @@ def flat(x: Tensor) -> Tensor:
 
 
 class _Product(ProductOf):
-    """``ProductOf`` whose gradients are fp32 products where the processor has none in the dtype of ``x``."""
+    """``ProductOf`` of rows, whose gradients are fp32 products where the processor has none in the dtype of ``x``."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, product: Product) -> Tensor:
+        ctx.save_for_backward(x_NE, weight_FE)
+        return product(x_NE, weight_FE, bias_F)  # no view of it: a model may go on in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
@@ -176,8 +182,11 @@ class Routed(TorchFunctionMode):
 
     def _half(self, master: Tensor) -> Tensor:
         if self.copies is None or torch.is_grad_enabled():
-            return master.to(self.format.dtype)
-        return self.copies.of(master, lambda: master.detach().to(self.format.dtype))
+            half = master.to(self.format.dtype)
+        else:
+            half = self.copies.of(master, lambda: master.detach().to(self.format.dtype))
+        half._of_a_weight = True  # type: ignore[attr-defined]
+        return half
 
     def linear(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None, wide: bool = False) -> Tensor:
         """x @ weight^T + bias, rounded once to the dtype of ``x``; with ``wide`` not rounded: fp32, as logits are."""
@@ -189,9 +198,10 @@ class Routed(TorchFunctionMode):
             self.products.setdefault(((weight_FE.shape[0], weight_FE.shape[1]), wide), name)
             return F.linear(x_NE, weight_FE, bias_F)
         how = self._wide if wide else self._rounded
-        if torch.is_grad_enabled():
-            return _Product.apply(x_NE, weight_FE, bias_F, how)
-        return how(x_NE, weight_FE, bias_F)
+        if not torch.is_grad_enabled():
+            return how(x_NE, weight_FE, bias_F)
+        out_NF = _Product.apply(x_NE.reshape(-1, x_NE.shape[-1]), weight_FE, bias_F, how)
+        return out_NF if x_NE.dim() == 2 else out_NF.view(*x_NE.shape[:-1], -1)
 
     def _wide(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
         plan = self.plan
@@ -280,7 +290,7 @@ def _matmul(mode: Routed, func: Any, input: Any, other: Any, **kwargs: Any) -> A
         return x * y
     if x.dim() >= 2 and y.dim() == 2:
         return mode.linear(x, y.t())
-    if x.dim() == y.dim() == 3 and len(x) == len(y) and isinstance(_base(y), nn.Parameter):  # each expert's rows
+    if x.dim() == y.dim() == 3 and len(x) == len(y) and _is_weight(y):  # each expert's rows
         return torch.stack([mode.linear(rows, weight.t()) for rows, weight in zip(x, y, strict=True)])
     with mode.unrouted():
         return func(input, other)
@@ -295,6 +305,10 @@ def _addmm(mode: Routed, func: Any, input: Tensor, mat1: Tensor, mat2: Tensor, *
 
 def _is_master(x: Any) -> bool:
     return isinstance(x, nn.Parameter) and x.dtype is torch.float32
+
+
+def _is_weight(x: Tensor) -> bool:
+    return isinstance(_base(x), nn.Parameter) or hasattr(_base(x), "_of_a_weight")
 
 
 def _base(x: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def adopt(trainer: Any, precision: str | None = None, length: int | None = None)
     kernels: a token's log-prob is then the same number on both sides. Call it before ``trainer.train()``.
 
     ``precision``, ``length`` and the result: as of ``mantissa.adopt``. TRL's fused head, which multiplies outside the
-    model, is replaced by the model's own and TRL's log-softmax and entropy of its logits. ``MantissaError``, and nothing
+    model, is replaced by the model's own and TRL's log-softmax and entropy of its logits. ``MantissaError``, nothing
     changed, where something else samples (vLLM, a ``rollout_func``), under autocast, or for what ``mantissa.adopt``
     refuses.
     """
