@@ -268,3 +268,35 @@ def test_a_layer_called_by_itself_is_refused():
         model.model.layers[0].self_attn(
             torch.zeros(1, 4, 64), position_embeddings=(torch.ones(1, 4, 16), torch.ones(1, 4, 16)), attention_mask=None
         )
+
+
+def test_an_adapter_that_is_added_later_is_refused_and_one_before_is_adopted():
+    class Adapted(torch.nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.down = base, torch.nn.Linear(base.in_features, 4, bias=False)
+            self.up = torch.nn.Linear(4, base.out_features, bias=False)
+
+        def forward(self, x):
+            return self.base(x) + self.up(self.down(x))
+
+    model, later, (tokens, mask) = make("llama"), make("llama"), batch()
+    mantissa.adopt(later, length=128)
+    for each in (model, later):
+        layer = each.model.layers[0].self_attn
+        layer.q_proj = Adapted(layer.q_proj)
+    mantissa.adopt(model, length=128)
+    alone = logits(model, tokens[1:2, 7:], None)
+    assert torch.equal(logits(model, tokens, mask)[1, 7:], alone[0])
+    with pytest.raises(MantissaError, match="add adapters first"):
+        logits(later, tokens, mask)
+
+
+def test_autocast_and_a_forward_of_somebody_elses_are_refused():
+    model, patched, (tokens, mask) = make("llama"), make("llama"), batch()
+    patched.forward = patched.forward
+    with pytest.raises(MantissaError, match="has been replaced"):
+        mantissa.adopt(patched, length=128)
+    mantissa.adopt(model, length=128)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(MantissaError, match="autocast is on"):
+        logits(model, tokens, mask)

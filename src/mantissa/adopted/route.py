@@ -206,7 +206,12 @@ class Routed(TorchFunctionMode):
     def _wide(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
         plan = self.plan
         plan.check_threads(torch.get_num_threads())
-        choice = plan.product(tuple(weight_FE.shape))
+        choice = plan.products.get(tuple(weight_FE.shape))
+        if choice is None:
+            raise MantissaError(
+                f"adopt: a product with a weight of {tuple(weight_FE.shape)} was not there when the model was adopted; "
+                "add adapters first, then adopt the model"
+            )
         out_NF = product(x_NE.float(), self._prepared(weight_FE, choice), choice)
         return out_NF if bias_F is None else out_NF + bias_F.float()
 
