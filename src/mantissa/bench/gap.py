@@ -12,6 +12,7 @@ micro-batch.
 
 from __future__ import annotations
 
+import copy
 import importlib.resources
 import math
 import time
@@ -24,17 +25,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mantissa.adopted import adopt
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import own
+from mantissa.base.hub import find_model
 from mantissa.base.provenance import stamp
 from mantissa.base.ranks import be_deterministic
 from mantissa.base.seeds import derive_seed
 from mantissa.bench.command import new_folder
-from mantissa.bench.options import GapConfig
+from mantissa.bench.options import PAIRS, GapConfig
 from mantissa.kernels import Emulation, ResolvedPrecision, learner_kernels, resolve, rollout_kernels
 from mantissa.mismatch.metrics import gap_estimates
-from mantissa.model import Decoder, Tokenizer, policy_weights
-from mantissa.precision import SCHEMES, PrecisionPolicy
+from mantissa.model import Tokenizer, is_adapter, load_tokenizer, policy_weights
+from mantissa.model.config import read_config
+from mantissa.precision import BF16, FP16, FP32, SCHEMES, PrecisionPolicy
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.assemble import build_engine, emulated, on_vllm
 from mantissa.rl.config.sections import RolloutConfig
@@ -45,9 +49,15 @@ from mantissa.rollout import (
     LEAST_TEMPERATURE,
     Completion,
     Request,
-    RolloutEngine,
     SamplingParams,
     require_vllm,
+)
+from mantissa.rollout.transformers import (
+    TransformersEngine,
+    in_format,
+    load_transformers,
+    positions_of,
+    score_transformers,
 )
 from mantissa.runs import rows as rows_of
 from mantissa.runs.directory import RunDirectory
@@ -78,6 +88,7 @@ def policies_of(config: GapConfig) -> dict[str, Pair]:
 
 
 Pair = tuple[PrecisionPolicy, Emulation | None]
+Sampler = Callable[[Sequence[Request], SamplingParams, int], list[list[Completion]]]
 
 
 def parse_pair(name: str) -> Pair:
@@ -154,12 +165,14 @@ def run_gap(config: GapConfig, say: Callable[[str], None]) -> GapResult:
     say(f"loading {config.model}")
     device = torch.device(config.device)
     be_deterministic(device)
-    model, tokenizer = open_policy(policy_folder(config.model), None, 0)
+    kind, model, tokenizer, positions = _opened(config, say)
+    if kind is _TransformersBench and config.pairs == PAIRS:
+        policies = {name: parse_pair(name) for name in TRANSFORMERS_PAIRS}
     for _, emulation in policies.values():
-        if emulation is not None:
+        if emulation is not None and kind is _Bench:
             emulation.check(model.config.num_attention_heads, model.config.intermediate_size)
     model = model.to(device)
-    bench = _Bench(config, model, tokenizer, encode(texts, tokenizer, model.config.max_position_embeddings, config))
+    bench = kind(config, model, tokenizer, encode(texts, tokenizer, positions, config))
     # The page comes last, so rows without one are what a killed measurement left: they are written anew.
     result = GapResult(new_folder(own(run / FOLDER) if run else config.out, "gap", PAGE))
     for number, (name, (policy, emulation)) in enumerate(policies.items(), start=1):
@@ -202,7 +215,7 @@ class _Bench:
     """What all pairs share."""
 
     config: GapConfig
-    model: Decoder
+    model: Any  # a Decoder
     tokenizer: Tokenizer
     prompts: list[list[int]]
 
@@ -230,28 +243,31 @@ class _Bench:
         try:
             if engine.evidence:
                 evidence["rollout"] = engine.evidence
-            groups = self._sample(engine)
+            engine.sync(policy_weights(self.model), 0)
+            groups = self._sample(engine.generate)
         finally:
             engine.close()
         sampled = time.perf_counter()
-        completions = [completion for group in groups for completion in group]
-        owners = [number for number, group in enumerate(groups) for _ in group]
-        prompts = [self.prompts[owner] for owner in owners]
-        experience = Experience.of(prompts, completions, owners, [0.0] * count, device)
+        experience = self._experience(groups)
         learner_BR = Scorer(self.model, learner_kernels(precision, plan), config.temperature, _MICRO_BATCH)(experience)
         seconds = {"sample_seconds": sampled - started, "score_seconds": time.perf_counter() - sampled}
         row = self._row(name, precision, experience, learner_BR, release) | seconds
         return row | {"evidence": "; ".join(evidence.values())}, self._completions(name, groups, learner_BR)
 
-    def _sample(self, engine: RolloutEngine) -> list[list[Completion]]:
+    def _experience(self, groups: Sequence[Sequence[Completion]]) -> Experience:
+        completions = [completion for group in groups for completion in group]
+        owners = [number for number, group in enumerate(groups) for _ in group]
+        prompts = [self.prompts[owner] for owner in owners]
+        return Experience.of(prompts, completions, owners, [0.0] * len(owners), torch.device(self.config.device))
+
+    def _sample(self, generate: Sampler) -> list[list[Completion]]:
         config = self.config
-        engine.sync(policy_weights(self.model), 0)
         requests = [
             Request(tuple(prompt), derive_seed(config.seed, "gap", index), config.samples)
             for index, prompt in enumerate(self.prompts)
         ]
         params = SamplingParams(config.max_tokens, config.temperature, stop_token_ids=tuple(self.tokenizer.eos_ids))
-        return engine.generate(requests, params, 0)
+        return generate(requests, params, 0)
 
     def _row(
         self, name: str, precision: ResolvedPrecision, experience: Experience, learner_BR: Tensor, engine: str
@@ -303,3 +319,68 @@ class _Bench:
                 | {key: [x if math.isfinite(x) else None for x in logp.tolist()] for key, logp in both.items()}
             )
         return rows
+
+
+@dataclass
+class _TransformersBench(_Bench):
+    """``model`` is one of transformers, in fp32: by its own code on both sides, adopted for exact kernels."""
+
+    def measure(self, name: str, policy: PrecisionPolicy, emulation: Emulation | None) -> tuple[Row, list[Row]]:
+        precision, config = resolve(policy, self.config.device), self.config
+        sides = (precision.learner, precision.rollout)
+        if emulation is not None or any(role.fp8 is not None or role.active not in _OF_TRANSFORMERS for role in sides):
+            raise MantissaError(
+                "this model runs by transformers' own code: in fp32, bf16 or fp16, or exact in one of them; other "
+                "formats and an engine's habits are for the families that our decoder knows"
+            )
+        started, adopted = time.perf_counter(), None
+        if policy.kernels == "exact":
+            longest = max(map(len, self.prompts)) + config.max_tokens
+            adopted = adopt(self.model, policy, longest)
+            sampler = learner = self.model
+        else:
+            sampler, learner = (in_format(copy.deepcopy(self.model), role.active.dtype) for role in reversed(sides))
+        try:
+            engine = TransformersEngine(sampler, adopted, _SLOTS)
+            groups = self._sample(engine.generate)
+            sampled = time.perf_counter()
+            experience = self._experience(groups)
+            flat = [(prompt, each) for prompt, group in zip(self.prompts, groups, strict=True) for each in group]
+            prompts, completions = zip(*flat, strict=True)
+            rows = score_transformers(learner, prompts, completions, config.temperature, _MICRO_BATCH)
+        finally:
+            if adopted is not None:
+                adopted.release()
+        learner_BR = torch.zeros_like(experience.rollout_logp_BR)
+        for row, logp in zip(learner_BR, rows, strict=True):
+            row[: len(logp)] = logp
+        seconds = {"sample_seconds": sampled - started, "score_seconds": time.perf_counter() - sampled}
+        row = self._row(name, precision, experience, learner_BR, "transformers") | seconds
+        kernels = {"kernels": "transformers" if adopted is None else "exact, adopted"}
+        evidence = {"evidence": "" if adopted is None else adopted.lines[-1]}
+        return row | kernels | evidence, self._completions(name, groups, learner_BR)
+
+
+_OF_TRANSFORMERS = (FP32, BF16, FP16)
+TRANSFORMERS_PAIRS = ("fp32", "bf16", "fp16", "bf16/fp16", "fp32+exact", "exact")
+
+
+def _opened(config: GapConfig, say: Callable[[str], None]) -> tuple[type[_Bench], Any, Tokenizer, int]:
+    """The model, its tokenizer and its positions: our decoder, or what it refuses, by transformers' own code."""
+    path = policy_folder(config.model)
+    folder = find_model(path, weights=False)
+    try:
+        if folder.is_dir() and not is_adapter(folder):
+            read_config(folder)
+    except MantissaError as ours:
+        if config.engine == "vllm":
+            raise
+        try:
+            model = load_transformers(find_model(path))
+        except MantissaError as theirs:
+            raise MantissaError(f"{ours}; and {theirs}") from None
+        say(f"{config.model}: by transformers' own code, since our decoder says: {ours}")
+        tokenizer = load_tokenizer(folder, model.config.get_text_config().vocab_size)
+        return _TransformersBench, model, tokenizer, positions_of(model)
+    model, tokenizer = open_policy(path, None, 0)
+    return _Bench, model, tokenizer, model.config.max_position_embeddings
