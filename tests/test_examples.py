@@ -12,8 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import torch
+
+from mantissa.model import byte_tokenizer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # accuracy that each must reach: seeds are fixed, so the margin is for other machines' sums
@@ -65,10 +68,21 @@ def stats_in(printed: str) -> list[dict[str, Any]]:
 def test_every_example_is_here() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     assert names == {*ACCURACY, "compat", "distributed", "accelerate_loop", "lightning_fit", "hf_trainer", "rl_loop",
-                     "trl_doctor"}  # fmt: skip
+                     "rl_any_model", "trl_doctor"}  # fmt: skip
     for path in EXAMPLES.glob("*.py"):
         assert f"examples/{path.name}" in ast.get_docstring(ast.parse(path.read_text())), "says how to run it"
         assert len(path.read_text().splitlines()) <= (150 if path.stem == "rl_loop" else 80)
+
+
+def test_rl_of_a_model_that_only_transformers_knows(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its own code samples and learns: no token's log-prob differs, before an update and after it."""
+    tokenizer = byte_tokenizer()
+    families.make("gemma3_text", vocab_size=tokenizer.vocab_size).save_pretrained(tmp_path)
+    tokenizer.save(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    printed = run("rl_any_model", str(tmp_path), "8", "bf16")
+    assert printed.count("gap |dlogp| 0.0e+00") == 8
+    assert "stepped" in printed
 
 
 @pytest.mark.slow

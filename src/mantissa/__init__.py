@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from mantissa.rl.assemble import emulated, load_policy
     from mantissa.rl.config.sections import ModelSource
     from mantissa.rl.experience import Experience
-    from mantissa.rl.score import forward, scatter, score
+    from mantissa.rl.score import forward, forward_transformers, scatter, score
     from mantissa.rollout import NativeEngine, Request, SamplingParams
+    from mantissa.rollout.transformers import TransformersEngine, load_transformers
     from mantissa.tasks import Grader, build_task
     from mantissa.training import (
         OptimizerStep,
@@ -59,8 +60,9 @@ _HOMES = {
     "rl.assemble": ["emulated", "load_policy"],
     "rl.config.sections": ["ModelSource"],
     "rl.experience": ["Experience"],
-    "rl.score": ["forward", "scatter", "score"],
+    "rl.score": ["forward", "forward_transformers", "scatter", "score"],
     "rollout": ["NativeEngine", "Request", "SamplingParams"],
+    "rollout.transformers": ["TransformersEngine", "load_transformers"],
     "tasks": ["Grader", "build_task"],
     "training": [
         "OptimizerStep",
@@ -89,6 +91,7 @@ __all__ = [
     "RunConfig",
     "SamplingParams",
     "ScalerConfig",
+    "TransformersEngine",
     "__version__",
     "adamw",
     "adopt",
@@ -103,12 +106,14 @@ __all__ = [
     "emulated",
     "first_nonfinite",
     "forward",
+    "forward_transformers",
     "gap_metrics",
     "generator",
     "learner_kernels",
     "learning_rate",
     "load_policy",
     "load_recipe",
+    "load_transformers",
     "policy_weights",
     "resolve",
     "resume",

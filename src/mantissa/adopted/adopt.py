@@ -33,6 +33,11 @@ class Adopted:
         self._model: nn.Module | None = None
         self._before: list[tuple[Any, str, Any]] = []
 
+    @property
+    def format(self) -> NumberFormat:
+        """What the model computes in."""
+        return self.mode.format
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Adopted:
         return self  # of a copied model: the same plan; it holds no weights
 

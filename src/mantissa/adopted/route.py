@@ -185,7 +185,7 @@ class Routed(TorchFunctionMode):
             half = master.to(self.format.dtype)
         else:
             half = self.copies.of(master, lambda: master.detach().to(self.format.dtype))
-        half._of_a_weight = True  # type: ignore[attr-defined]
+        half._of_a_weight = self.names.get(id(master), "a weight")  # type: ignore[attr-defined]
         return half
 
     def linear(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None, wide: bool = False) -> Tensor:
@@ -194,7 +194,8 @@ class Routed(TorchFunctionMode):
             return F.linear(x_NE, weight_FE, bias_F)  # whose error says it best
         wide = wide or x_NE.dtype is torch.float32
         if self.plans is None:
-            name = self.names.get(id(_base(weight_FE)), "a product")
+            base = _base(weight_FE)
+            name = getattr(base, "_of_a_weight", None) or self.names.get(id(base), "a product")
             self.products.setdefault(((weight_FE.shape[0], weight_FE.shape[1]), wide), name)
             return F.linear(x_NE, weight_FE, bias_F)
         how = self._wide if wide else self._rounded

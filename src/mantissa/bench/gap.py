@@ -44,7 +44,7 @@ from mantissa.rl.assemble import build_engine, emulated, on_vllm
 from mantissa.rl.config.sections import RolloutConfig
 from mantissa.rl.exact.plan import exact_plan, prove
 from mantissa.rl.experience import Experience
-from mantissa.rl.score import Scorer
+from mantissa.rl.score import Scorer, forward_transformers, score
 from mantissa.rollout import (
     LEAST_TEMPERATURE,
     Completion,
@@ -57,7 +57,6 @@ from mantissa.rollout.transformers import (
     in_format,
     load_transformers,
     positions_of,
-    score_transformers,
 )
 from mantissa.runs import rows as rows_of
 from mantissa.runs.directory import RunDirectory
@@ -345,15 +344,13 @@ class _TransformersBench(_Bench):
             groups = self._sample(engine.generate)
             sampled = time.perf_counter()
             experience = self._experience(groups)
-            flat = [(prompt, each) for prompt, group in zip(self.prompts, groups, strict=True) for each in group]
-            prompts, completions = zip(*flat, strict=True)
-            rows = score_transformers(learner, prompts, completions, config.temperature, _MICRO_BATCH)
+            with torch.no_grad():
+                learner_BR, _ = score(
+                    lambda part, _: forward_transformers(learner, part, config.temperature), experience, _MICRO_BATCH
+                )
         finally:
             if adopted is not None:
                 adopted.release()
-        learner_BR = torch.zeros_like(experience.rollout_logp_BR)
-        for row, logp in zip(learner_BR, rows, strict=True):
-            row[: len(logp)] = logp
         seconds = {"sample_seconds": sampled - started, "score_seconds": time.perf_counter() - sampled}
         row = self._row(name, precision, experience, learner_BR, "transformers") | seconds
         kernels = {"kernels": "transformers" if adopted is None else "exact, adopted"}

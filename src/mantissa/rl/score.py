@@ -44,7 +44,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.kernels import Kernels, Traced
 from mantissa.model import Decoder, ModelConfig, Replay, Replayed, Route
-from mantissa.precision.numerics import entropy
+from mantissa.precision.numerics import entropy, token_logprob
 from mantissa.rl.experience import Sequences
 from mantissa.rollout import CopiedPolicy
 from mantissa.rollout.support import Support, truncated
@@ -181,6 +181,30 @@ def forward(
         return logp_N, entropy_N, prompt_BE, also_NM
 
     return Forward(*model.within(work), route)
+
+
+def forward_transformers(
+    model: Any, sequences: Sequences, temperature: float, *, entropies: Entropies = False
+) -> Forward:
+    """``forward`` by a causal language model of transformers, its own code: rows padded to the right, all logits kept.
+
+    Of an adopted model (``mantissa.adopt``) the log-probs are those of ``TransformersEngine``, to the last bit.
+    ``MantissaError``: sequences with supports or experts to replay, which that engine never gives.
+    """
+    if sequences.support is not None or sequences.experts_BTLK is not None:
+        raise MantissaError("a model of transformers is scored over its whole vocabulary, by its own choice of experts")
+    position_N, token_N = sequences.response_tokens()
+    mask_BT = torch.arange(sequences.tokens_BT.shape[1], device=token_N.device) < sequences.length_B.unsqueeze(1)
+    positions_BT = (mask_BT.long().cumsum(-1) - 1).clamp_min(0)
+    logits_BTV = model(
+        input_ids=sequences.tokens_BT, attention_mask=mask_BT.long(), position_ids=positions_BT, use_cache=False
+    ).logits
+    logits_NV = logits_BTV.flatten(0, 1)[position_N].float()
+    logp_N = token_logprob(logits_NV, token_N, temperature)
+    if not entropies:
+        return Forward(logp_N)
+    watched_NV = logits_NV if entropies == "differentiable" else logits_NV.detach()
+    return Forward(logp_N, entropy(watched_NV, temperature))
 
 
 def _head(

@@ -1,8 +1,8 @@
-"""A model of transformers as a policy: its own code and cache, our sampler and log-prob, on both sides.
+"""A model of transformers as the policy that samples: its own code and cache, our sampler.
 
-What our decoder does not know is sampled and scored so: whole rows padded to the left, a token at a time from the
-model's cache, each drawn by ``sampling.py`` from its own uniform; and scored in one forward. With an adopted model
-(``mantissa.adopt``) both give a token the same log-prob, to the last bit.
+What our decoder does not know is sampled so: whole rows padded to the left, a token at a time from the model's cache,
+each drawn by ``sampling.py`` from its own uniform. ``rl/score.py`` scores it (``forward_transformers``). With an
+adopted model (``mantissa.adopt``) both give a token the same log-prob, to the last bit.
 
 Legend: B rows, P prompt tokens, R response tokens, V vocabulary.
 """
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from mantissa.adopted import Adopted
 from mantissa.base.errors import MantissaError
-from mantissa.precision.numerics import token_logprob
 from mantissa.rollout.sampling import Completion, FinishReason, Request, SamplingParams, request_keys, sample, uniforms
 
 
@@ -67,18 +66,27 @@ def in_format(model: Any, dtype: torch.dtype) -> Any:
 
 
 class TransformersEngine:
-    """Samples from ``model``; with ``adopted`` by its exact kernels. At most ``slots`` rows at a time."""
+    """Samples from ``model`` as it is at that moment, a learner's own too; with ``adopted`` by its exact kernels.
+
+    ``slots``: rows at a time.
+    """
 
     def __init__(self, model: Any, adopted: Adopted | None = None, slots: int = 64) -> None:
         self.model, self.adopted, self.slots = model, adopted, slots
+        self.device = next(model.parameters()).device
+        self.version = 0  # of the weights, as their owner counts
         forwards = (vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind))
         forward = next(of for each in forwards if "input_ids" in (of := inspect.signature(each).parameters))
         self._last = {"logits_to_keep": 1} if "logits_to_keep" in forward else {}
 
     def generate(self, requests: Sequence[Request], params: SamplingParams, version: int) -> list[list[Completion]]:
-        """Completions of each request, in order. ``MantissaError``: stop strings, or a logit that is not finite."""
-        if params.stop or params.most_probable:
-            raise MantissaError("stop strings and most probable tokens are not known where transformers samples")
+        """Completions of each request, in order, under the weights of ``version``. ``MantissaError``: stop strings, a
+        filter or the most probable tokens are asked for, or a log-prob is not finite."""
+        if params.stop or params.most_probable or params.truncates:
+            raise MantissaError(
+                "stop strings, top_k, top_p and the most probable tokens are not kept where transformers samples; "
+                "leave them out"
+            )
         prompts = [request.prompt_tokens for request in requests for _ in range(request.samples)]
         keys = request_keys(requests)
         completions: list[Completion] = []
@@ -93,12 +101,11 @@ class TransformersEngine:
     def _batch(
         self, prompts: Sequence[Sequence[int]], keys_B: Tensor, params: SamplingParams, version: int
     ) -> list[Completion]:
-        device = next(self.model.parameters()).device
-        tokens_BP, mask = padded(prompts, device, left=True)
-        fed, cache, keys_B = tokens_BP, None, keys_B.to(device)
+        tokens_BP, mask = _padded(prompts, self.device)
+        fed, cache, keys_B = tokens_BP, None, keys_B.to(self.device)
         drawn: list[tuple[Tensor, Tensor]] = []
-        stops = torch.tensor(params.stop_token_ids, dtype=torch.long, device=device)
-        running_B = torch.ones(len(prompts), dtype=torch.bool, device=device)
+        stops = torch.tensor(params.stop_token_ids, dtype=torch.long, device=self.device)
+        running_B = torch.ones(len(prompts), dtype=torch.bool, device=self.device)
         for at in range(params.max_tokens):
             positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -fed.shape[1] :]
             out = self.model(
@@ -130,45 +137,10 @@ def _completion(
     return Completion(tuple(tokens[:count]), logp_T, finish, version, key)
 
 
-def padded(rows: Sequence[Sequence[int]], device: torch.device, left: bool) -> tuple[Tensor, Tensor]:
-    """Rows of tokens as one tensor, zeros on one side, and its mask; int64."""
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows of tokens as one tensor, zeros to their left, and its mask; int64."""
     width = max(map(len, rows))
     tokens, mask = torch.zeros(2, len(rows), width, dtype=torch.long)
     for each, own, row in zip(tokens, mask, rows, strict=True):
-        place = slice(width - len(row), None) if left else slice(len(row))
-        each[place], own[place] = torch.tensor(row), 1
+        each[width - len(row) :], own[width - len(row) :] = torch.tensor(row), 1
     return tokens.to(device), mask.to(device)
-
-
-def score_transformers(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Completion],
-    temperature: float,
-    micro_batch: int,
-) -> list[Tensor]:
-    """Log-probs of each completion's tokens, fp32 on the CPU, from one forward over prompt and response.
-
-    ``micro_batch``: padded tokens of one forward. No gradient.
-    """
-    found: list[Tensor] = []
-    pairs = list(zip(prompts, completions, strict=True))
-    longest = max(len(prompt) + len(completion.tokens) for prompt, completion in pairs)
-    rows = max(1, micro_batch // longest)
-    for start in range(0, len(pairs), rows):
-        found += _scored(model, pairs[start : start + rows], temperature)
-    return found
-
-
-def _scored(model: Any, pairs: Sequence[tuple[Sequence[int], Completion]], temperature: float) -> list[Tensor]:
-    device = next(model.parameters()).device
-    tokens, mask = padded([(*prompt, *each.tokens) for prompt, each in pairs], device, left=False)
-    positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    with torch.no_grad():
-        logits = model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
-        scored = []
-        for row, (prompt, completion) in enumerate(pairs):
-            own = slice(len(prompt) - 1, len(prompt) - 1 + len(completion.tokens))
-            response = tokens[row, own.start + 1 : own.stop + 1]
-            scored.append(token_logprob(logits[row, own].float(), response, temperature).cpu())
-    return scored
