@@ -78,7 +78,8 @@ def test_rl_of_a_model_that_only_transformers_knows(run: Run, monkeypatch: pytes
     """Its own code samples and learns: no token's log-prob differs, before an update and after it."""
     tokenizer = byte_tokenizer()
     model = families.make("phi", vocab_size=tokenizer.vocab_size)
-    model.lm_head.bias.data[[tokenizer.encode(digit)[0] for digit in "0123456789"]] = 6.0  # so that some are right
+    likely = [*(tokenizer.encode(digit)[0] for digit in "0123456789"), *tokenizer.eos_ids]
+    model.lm_head.bias.data[likely] = 8.0  # so that some are right
     model.save_pretrained(tmp_path)
     tokenizer.save(tmp_path)
     monkeypatch.syspath_prepend(EXAMPLES)
