@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from families import make
 
 from mantissa.kernels import NativeKernels
-from mantissa.model import load_model, load_tokenizer
+from mantissa.model import byte_tokenizer, load_model, load_tokenizer
 from mantissa.precision import FP32
 
 Mantissa = Callable[..., Any]
@@ -93,3 +94,14 @@ def test_a_report_of_a_run_that_has_not_ended(mantissa: Mantissa, finished: Path
     for name in ("metrics.jsonl", "warm_start.jsonl"):
         (run / name).unlink()
     assert mantissa("report", run).code == 0  # killed before its first step
+
+
+def test_a_family_that_only_transformers_knows(mantissa: Mantissa, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    make("gemma3_text", vocab_size=tokenizer.vocab_size).save_pretrained(tmp_path)
+    tokenizer.save(tmp_path)
+    first, again = (completions(mantissa("sample", tmp_path, "Say", "-n", 2, "--max-tokens", 5)) for _ in range(2))
+    assert first == again
+    assert len(first) == 2
+    assert "fp32, bf16 or fp16" in mantissa("sample", tmp_path, "Say", "--precision", "fp8").error()
+    assert "top_k" in mantissa("sample", tmp_path, "Say", "--top-k", 3).error()

@@ -28,7 +28,6 @@ from torch import Tensor
 from mantissa.adopted import adopt
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import own
-from mantissa.base.hub import find_model
 from mantissa.base.provenance import stamp
 from mantissa.base.ranks import be_deterministic
 from mantissa.base.seeds import derive_seed
@@ -36,10 +35,9 @@ from mantissa.bench.command import new_folder
 from mantissa.bench.options import PAIRS, GapConfig
 from mantissa.kernels import Emulation, ResolvedPrecision, learner_kernels, resolve, rollout_kernels
 from mantissa.mismatch.metrics import gap_estimates
-from mantissa.model import Tokenizer, is_adapter, load_tokenizer, policy_weights
-from mantissa.model.config import read_config
-from mantissa.precision import BF16, FP16, FP32, SCHEMES, PrecisionPolicy
-from mantissa.rl.adapters import open_policy, policy_folder
+from mantissa.model import Tokenizer, policy_weights
+from mantissa.precision import SCHEMES, PrecisionPolicy
+from mantissa.rl.adapters import open_any, policy_folder
 from mantissa.rl.assemble import build_engine, emulated, on_vllm
 from mantissa.rl.config.sections import RolloutConfig
 from mantissa.rl.exact.plan import exact_plan, prove
@@ -54,8 +52,7 @@ from mantissa.rollout import (
 )
 from mantissa.rollout.transformers import (
     TransformersEngine,
-    in_format,
-    load_transformers,
+    in_role,
     positions_of,
 )
 from mantissa.runs import rows as rows_of
@@ -164,13 +161,19 @@ def run_gap(config: GapConfig, say: Callable[[str], None]) -> GapResult:
     say(f"loading {config.model}")
     device = torch.device(config.device)
     be_deterministic(device)
-    kind, model, tokenizer, positions = _opened(config, say)
-    if kind is _TransformersBench and config.pairs == PAIRS:
-        policies = {name: parse_pair(name) for name in TRANSFORMERS_PAIRS}
+    model, tokenizer, refused = open_any(policy_folder(config.model))
+    if refused:
+        if config.engine == "vllm":
+            raise MantissaError(f"{refused}; --engine vllm samples what our own decoder knows")
+        say(f"{config.model}: by transformers' own code, since our decoder says: {refused}")
+        if config.pairs == PAIRS:
+            policies = {name: parse_pair(name) for name in TRANSFORMERS_PAIRS}
     for _, emulation in policies.values():
-        if emulation is not None and kind is _Bench:
+        if emulation is not None and not refused:
             emulation.check(model.config.num_attention_heads, model.config.intermediate_size)
     model = model.to(device)
+    positions = positions_of(model) if refused else model.config.max_position_embeddings
+    kind = _TransformersBench if refused else _Bench
     bench = kind(config, model, tokenizer, encode(texts, tokenizer, positions, config))
     # The page comes last, so rows without one are what a killed measurement left: they are written anew.
     result = GapResult(new_folder(own(run / FOLDER) if run else config.out, "gap", PAGE))
@@ -326,19 +329,15 @@ class _TransformersBench(_Bench):
 
     def measure(self, name: str, policy: PrecisionPolicy, emulation: Emulation | None) -> tuple[Row, list[Row]]:
         precision, config = resolve(policy, self.config.device), self.config
+        precision = precision if emulation is None else emulated(precision, emulation)
         sides = (precision.learner, precision.rollout)
-        if emulation is not None or any(role.fp8 is not None or role.active not in _OF_TRANSFORMERS for role in sides):
-            raise MantissaError(
-                "this model runs by transformers' own code: in fp32, bf16 or fp16, or exact in one of them; other "
-                "formats and an engine's habits are for the families that our decoder knows"
-            )
         started, adopted = time.perf_counter(), None
         if policy.kernels == "exact":
             longest = max(map(len, self.prompts)) + config.max_tokens
             adopted = adopt(self.model, policy, longest)
             sampler = learner = self.model
         else:
-            sampler, learner = (in_format(copy.deepcopy(self.model), role.active.dtype) for role in reversed(sides))
+            sampler, learner = (in_role(copy.deepcopy(self.model), role) for role in reversed(sides))
         try:
             engine = TransformersEngine(sampler, adopted, _SLOTS)
             groups = self._sample(engine.generate)
@@ -358,26 +357,4 @@ class _TransformersBench(_Bench):
         return row | kernels | evidence, self._completions(name, groups, learner_BR)
 
 
-_OF_TRANSFORMERS = (FP32, BF16, FP16)
 TRANSFORMERS_PAIRS = ("fp32", "bf16", "fp16", "bf16/fp16", "fp32+exact", "exact")
-
-
-def _opened(config: GapConfig, say: Callable[[str], None]) -> tuple[type[_Bench], Any, Tokenizer, int]:
-    """The model, its tokenizer and its positions: our decoder, or what it refuses, by transformers' own code."""
-    path = policy_folder(config.model)
-    folder = find_model(path, weights=False)
-    try:
-        if folder.is_dir() and not is_adapter(folder):
-            read_config(folder)
-    except MantissaError as ours:
-        if config.engine == "vllm":
-            raise
-        try:
-            model = load_transformers(find_model(path))
-        except MantissaError as theirs:
-            raise MantissaError(f"{ours}; and {theirs}") from None
-        say(f"{config.model}: by transformers' own code, since our decoder says: {ours}")
-        tokenizer = load_tokenizer(folder, model.config.get_text_config().vocab_size)
-        return _TransformersBench, model, tokenizer, positions_of(model)
-    model, tokenizer = open_policy(path, None, 0)
-    return _Bench, model, tokenizer, model.config.max_position_embeddings

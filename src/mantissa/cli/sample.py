@@ -34,31 +34,37 @@ def sample(
     from mantissa.kernels import resolve, rollout_kernels
     from mantissa.model import policy_weights
     from mantissa.precision import PrecisionPolicy
-    from mantissa.rl.adapters import open_policy, policy_folder
+    from mantissa.rl.adapters import open_any, policy_folder
     from mantissa.rl.exact.plan import prove
     from mantissa.rollout import NativeEngine, Request, SamplingParams
+    from mantissa.rollout.transformers import TransformersEngine, in_role
 
     chosen = choose_device(device)
     resolved = resolve(PrecisionPolicy.parse(precision), chosen)
-    prove(resolved, chosen)
-    policy, tokenizer = open_policy(policy_folder(model), None, 0)
-    tokens = tokenizer.encode_prompt([{"role": "user", "content": prompt}] if chat else prompt)
-    engine = NativeEngine(
-        policy.config,
-        rollout_kernels(resolved),
-        kv_format=resolved.kv_cache.active,
-        slots=min(n, 256),
-        max_length=policy.config.max_position_embeddings,
-        device=chosen,
-        decode_text=tokenizer.decode,
-    )
-    engine.sync(policy_weights(policy), 0)
-    params = SamplingParams(max_tokens, temperature, top_k, top_p, tokenizer.eos_ids, tuple(stop or ()))
-    (group,) = engine.generate([Request(tuple(tokens), derive_seed(seed, "sample"), n)], params, 0)
     role = resolved.rollout
-    typer.echo(f"rollout in {role.name} ({role.backend} kernels): {role.reason}", err=True)
-    if policy.config.weights_note:
-        typer.echo(f"weights {policy.config.weights_note}", err=True)
+    policy, tokenizer, refused = open_any(policy_folder(model))
+    tokens = tokenizer.encode_prompt([{"role": "user", "content": prompt}] if chat else prompt)
+    params = SamplingParams(max_tokens, temperature, top_k, top_p, tokenizer.eos_ids, tuple(stop or ()))
+    requests = [Request(tuple(tokens), derive_seed(seed, "sample"), n)]
+    if refused:
+        (group,) = TransformersEngine(in_role(policy, role).to(chosen)).generate(requests, params, 0)
+        typer.echo(f"rollout in {role.name} by transformers' own code: {refused}", err=True)
+    else:
+        prove(resolved, chosen)
+        engine = NativeEngine(
+            policy.config,
+            rollout_kernels(resolved),
+            kv_format=resolved.kv_cache.active,
+            slots=min(n, 256),
+            max_length=policy.config.max_position_embeddings,
+            device=chosen,
+            decode_text=tokenizer.decode,
+        )
+        engine.sync(policy_weights(policy), 0)
+        (group,) = engine.generate(requests, params, 0)
+        typer.echo(f"rollout in {role.name} ({role.backend} kernels): {role.reason}", err=True)
+        if policy.config.weights_note:
+            typer.echo(f"weights {policy.config.weights_note}", err=True)
     for completion in group:
         text = tokenizer.decode(completion.tokens).replace("\n", "\n" + " " * _TEXT_COLUMN)
         typer.echo(f"{float(completion.logp_T.double().sum()):10.4f}  {completion.finish_reason:6}  {text}")

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from mantissa.adopted import Adopted
 from mantissa.base.errors import MantissaError
+from mantissa.kernels import ResolvedRole
+from mantissa.precision import BF16, FP16, FP32
 from mantissa.rollout.sampling import Completion, FinishReason, Request, SamplingParams, request_keys, sample, uniforms
 
 
@@ -57,11 +59,19 @@ def positions_of(model: Any) -> int:
     return int(getattr(text, "max_position_embeddings", None) or 1 << 20)
 
 
-def in_format(model: Any, dtype: torch.dtype) -> Any:
-    """The model with its parameters in ``dtype``, as a checkpoint is loaded in it: buffers stay."""
+def in_role(model: Any, role: ResolvedRole) -> Any:
+    """The model with its parameters in the role's format, as a checkpoint is loaded in it: buffers stay.
+
+    ``MantissaError`` for a format or kernels that transformers' own code does not have.
+    """
+    if role.emulation is not None or role.fp8 is not None or role.active not in (FP32, BF16, FP16):
+        raise MantissaError(
+            "this model runs by transformers' own code: in fp32, bf16 or fp16, or exact in one of them; other formats "
+            "and an engine's habits are for the families that our decoder knows"
+        )
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(role.active.dtype)
     return model
 
 
