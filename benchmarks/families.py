@@ -32,16 +32,37 @@ _DELTA: dict[str, Any] = {
 }  # fmt: skip
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 
+_MAMBA: dict[str, Any] = {
+    "num_hidden_layers": 3, "mamba_d_state": 16, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2,
+    "mamba_expand": 2, "mamba_d_conv": 4, "mamba_chunk_size": 32,
+}  # fmt: skip
+
 FAMILIES: dict[str, dict[str, Any]] = {
-    "apertus": {}, "arcee": {}, "bitnet": {}, "cohere": {}, "cohere2": _MIXED, "cwm": {}, "deepseek_v2": _LATENT,
+    "apertus": {}, "arcee": {}, "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "bitnet": {}, "cohere": {}, "cohere2": _MIXED, "cwm": {}, "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT, "diffllama": {}, "ernie4_5": {},
-    "ernie4_5_moe": {}, "exaone4": _MIXED, "flex_olmo": {}, "gemma": {},
+    "ernie4_5_moe": {}, "exaone4": _MIXED, "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
+    "flex_olmo": {}, "gemma": {},
     "gemma2": {**_MIXED, "query_pre_attn_scalar": 16},
     "gemma3_text": _MIXED, "glm": {}, "glm4": {}, "glm4_moe": {}, "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4},
-    "gpt_neox": {}, "gpt_oss": _MIXED, "granite": {}, "granitemoe": {}, "helium": {}, "hunyuan_v1_dense": {},
-    "hunyuan_v1_moe": {}, "jais2": {}, "lfm2": {}, "llama": {}, "llama4_text": {}, "minimax_m2": {},
-    "ministral": _MIXED, "mistral": {"sliding_window": WINDOW}, "mixtral": {}, "nemotron": {}, "olmo": {}, "olmo2": {},
-    "olmo3": _MIXED, "olmoe": {}, "persimmon": {}, "phi": {}, "phi3": {"sliding_window": WINDOW}, "phimoe": {},
+    "gpt_neox": {}, "gpt_oss": _MIXED, "granite": {}, "granitemoe": {},
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention", "mamba"]}, "helium": {},
+    "hunyuan_v1_dense": {},
+    "hunyuan_v1_moe": {}, "jais2": {},
+    "jamba": {
+        "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8,
+        "use_mamba_kernels": False, "expert_layer_period": 2, "expert_layer_offset": 1,
+    },
+    "lfm2": {}, "llama": {}, "llama4_text": {}, "minimax_m2": {},
+    "ministral": _MIXED, "mistral": {"sliding_window": WINDOW}, "mixtral": {}, "nemotron": {},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mamba"], "mamba_num_heads": 8, "mamba_head_dim": 16,
+        "ssm_state_size": 16, "n_groups": 2, "chunk_size": 32,
+    },
+    "olmo": {}, "olmo2": {},
+    "olmo3": _MIXED,
+    "olmo_hybrid": {"num_hidden_layers": 4}, "olmoe": {}, "persimmon": {},
+    "phi": {}, "phi3": {"sliding_window": WINDOW}, "phimoe": {},
     "qwen2": {}, "qwen2_moe": {}, "qwen3": {}, "qwen3_5_text": _DELTA, "qwen3_5_moe_text": _DELTA, "qwen3_moe": {},
     "qwen3_next": _DELTA, "seed_oss": {}, "smollm3": {}, "stablelm": {}, "starcoder2": {"sliding_window": WINDOW},
     "vaultgemma": _MIXED, "youtu": _LATENT,
@@ -51,7 +72,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({"n_layer": 2, "n_head": 4}, r"BloomAttention\) calls baddbmm"),
     "doge": ({}, "adds values of its own to attention's scores"),
     "falcon": ({}, r"FalconAttention\) calls bmm"),
-    "falcon_h1": ({"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16}, r"FalconH1Mixer\) calls cumsum"),
     "mpt": ({"d_model": 64, "n_layers": 2, "n_heads": 4}, r"MptAttention\) calls bmm"),
 }
 

@@ -180,8 +180,9 @@ def adopt_families() -> str:
 
 def adopt_refused() -> str:
     """The reason that each family is refused with."""
-    newest = {row["case"]: row for row in _adopted("adopt_families") if row["metric"] == "refused"}
-    return table(["family", "because"], [[f"`{name}`", row["why"]] for name, row in newest.items()])
+    newest = {row["case"]: row for row in _adopted("adopt_families")}
+    lines = [[f"`{name}`", row["why"]] for name, row in newest.items() if row["metric"] == "refused"]
+    return table(["family", "because"], lines)
 
 
 def adopt_cost() -> str:

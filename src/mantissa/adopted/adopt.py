@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mantissa.adopted import attention as attentions
 from mantissa.adopted.census import LENGTH, census, compare, drawn, read
-from mantissa.adopted.recurrence import recurrent
+from mantissa.adopted.recurrence import Replaced, replaced, replacements
 from mantissa.adopted.route import RUNNING, Copies, Routed
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import ExactPlan, ModelShapes, plan_exact, resolve
@@ -28,7 +28,7 @@ class Adopted:
     ``lines``: for a screen: the format and its kernels, each product's and attention's calls, and what was compared.
     """
 
-    def __init__(self, mode: Routed, lines: list[str], recurrences: dict[Any, Any]) -> None:
+    def __init__(self, mode: Routed, lines: list[str], recurrences: Replaced) -> None:
         self.mode, self.lines, self._recurrences = mode, lines, recurrences
         self._model: nn.Module | None = None
         self._before: list[tuple[Any, str, Any]] = []
@@ -60,7 +60,7 @@ class Adopted:
         RUNNING.heads.append(head)
         RUNNING.places.append(place)
         try:
-            with recurrent(self._recurrences), self.mode:
+            with replaced(self._recurrences), self.mode:
                 yield
         finally:
             for stack in (RUNNING.modes, RUNNING.heads, RUNNING.places):
@@ -235,7 +235,7 @@ def adopt(
     role = resolve(PrecisionPolicy(train=fmt.name, rollout=fmt.name, kernels="exact"), _device(root)).learner
     mode = Routed(fmt, cast, format_named(policy.logits))
     head = f"{type(root).__name__} in {fmt.name}{' of fp32 parameters' if cast else ''}, logits {policy.logits}"
-    adopted = Adopted(mode, [f"{head}: exact kernels by {role.backend} products"], {})
+    adopted = Adopted(mode, [f"{head}: exact kernels by {role.backend} products"], replacements(root))
     vocabulary, longest = root.config.get_text_config().vocab_size, _longest(root, length)
     tokens = drawn(vocabulary, min(LENGTH, longest))
     adopted._take(root)
@@ -251,9 +251,6 @@ def adopt(
 
 
 def _read(root: nn.Module, adopted: Adopted, tokens: Tensor) -> None:
-    from mantissa.adopted.recurrence import homes
-
-    adopted._recurrences = homes(root)
     adopted.mode.names = {id(p): name.removesuffix(".weight") for name, p in root.named_parameters()}
     try:
         read(root, tokens[:, : min(40, tokens.shape[1])])

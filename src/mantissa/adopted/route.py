@@ -296,6 +296,8 @@ def _matmul(mode: Routed, func: Any, input: Any, other: Any, **kwargs: Any) -> A
         return x * y
     if x.dim() >= 2 and y.dim() == 2:
         return mode.linear(x, y.t())
+    if x.dim() == 2 and y.dim() == 3 and _is_weight(x):
+        return mode.linear(y.transpose(1, 2), x).transpose(1, 2)
     if x.dim() == y.dim() == 3 and len(x) == len(y) and _is_weight(y):  # each expert's rows
         return torch.stack([mode.linear(rows, weight.t()) for rows, weight in zip(x, y, strict=True)])
     with mode.unrouted():
