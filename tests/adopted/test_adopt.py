@@ -300,3 +300,29 @@ def test_autocast_and_a_forward_of_somebody_elses_are_refused():
     mantissa.adopt(model, length=128)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(MantissaError, match="autocast is on"):
         logits(model, tokens, mask)
+
+
+def test_what_is_changed_after_the_adoption_is_refused_by_its_name():
+    tokens, mask = batch()
+    for change, said in (
+        (lambda model: model.set_attn_implementation("sdpa"), "_attn_implementation_internal"),
+        (lambda model: model.set_experts_implementation("grouped_mm"), "_experts_implementation_internal"),
+        (lambda model: model.bfloat16(), "dtype=bfloat16"),
+    ):
+        model = make("mixtral")
+        mantissa.adopt(model, length=128)
+        change(model)
+        with pytest.raises(MantissaError, match=said):
+            logits(model, tokens, mask)
+
+
+def test_a_weight_that_changes_while_copies_are_kept_is_copied_anew():
+    model, (tokens, mask) = make("llama"), batch()
+    adopted = mantissa.adopt(model, "bf16", length=128)
+    with adopted.keeping():
+        before = logits(model, tokens, mask)
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.mul_(2.0)
+        after = logits(model, tokens, mask)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, logits(model, tokens, mask))

@@ -20,6 +20,7 @@ from mantissa.kernels import ExactPlan, ModelShapes, plan_exact, resolve
 from mantissa.precision import BF16, FP16, FP32, NumberFormat, PrecisionPolicy, format_named
 
 _FORMATS = (FP32, BF16, FP16)
+_SETTINGS = {"_attn_implementation_internal": attentions.NAME, "_experts_implementation_internal": "eager"}
 
 
 class Adopted:
@@ -75,6 +76,25 @@ class Adopted:
         finally:
             self.mode.copies = before
 
+    def check(self, model: Any) -> None:
+        """``MantissaError`` where something was changed since the model was adopted that its proof was of."""
+        if torch.is_autocast_enabled("cpu"):
+            raise MantissaError(
+                "adopt: autocast is on, which would round what the exact kernels compute; turn it off, and adopt the "
+                "model with precision=bf16 or fp16"
+            )
+        if torch.compiler.is_compiling():
+            raise MantissaError("adopt: an adopted model is not compiled; release it first, or leave torch.compile out")
+        config = model.config.get_text_config()
+        changed = [name for name, value in _SETTINGS.items() if getattr(config, name, value) != value]
+        weight = model.get_input_embeddings().weight
+        if weight.dtype is not (torch.float32 if self.mode.cast else self.format.dtype):
+            changed.append(f"dtype={str(weight.dtype).removeprefix('torch.')}")
+        if changed:
+            raise MantissaError(
+                f"adopt: {', '.join(changed)} was set after the model was adopted; release it, and adopt it anew"
+            )
+
     def _take(self, model: nn.Module) -> None:
         """Put the model's classes and settings under the routes."""
         from transformers import PreTrainedModel
@@ -91,8 +111,8 @@ class Adopted:
             if hasattr(getattr(module, "config", None), "_attn_implementation_internal"):
                 configs[id(module.config)] = module.config
         for config in configs.values():
-            self._set(config, "_attn_implementation_internal", attentions.NAME)
-            self._set(config, "_experts_implementation_internal", "eager")
+            for name, value in _SETTINGS.items():
+                self._set(config, name, value)
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
         self._before.append((owner, name, getattr(owner, name, None)))
@@ -123,11 +143,7 @@ class _Model:
         if RUNNING.modes and RUNNING.modes[-1] is adopted.mode:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         given = _given(super().forward, args, kwargs)  # type: ignore[misc]
-        if torch.is_autocast_enabled("cpu"):
-            raise MantissaError(
-                "adopt: autocast is on, which would round what the exact kernels compute; turn it off, and adopt the "
-                "model with precision=bf16 or fp16"
-            )
+        adopted.check(self)
         place = _placed(given)
         outputs = self.get_output_embeddings()  # type: ignore[attr-defined]
         with adopted.running(getattr(outputs, "weight", None), place):

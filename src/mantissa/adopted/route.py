@@ -99,18 +99,19 @@ def _has_bf16() -> bool:
 
 
 class Copies:
-    """Copies of weights, made once each, for as long as nothing changes the weights."""
+    """Copies of weights, made once each, for as long as no weight changes: each one's version is looked at."""
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[Tensor, Tensor]] = {}
+        self._of: dict[int, tuple[Tensor, int, Tensor]] = {}
         self.made: set[int] = set()  # ids of the copies
 
     def of(self, source: Tensor, make: Callable[[], Tensor]) -> Tensor:
         """The copy of ``source``, which is held, so that its id stays its own."""
-        if id(source) not in self._of:
-            self._of[id(source)] = source, make()
-            self.made.add(id(self._of[id(source)][1]))
-        return self._of[id(source)][1]
+        known = self._of.get(id(source))
+        if known is None or known[1] != source._version:
+            known = self._of[id(source)] = source, source._version, make()
+            self.made.add(id(known[2]))
+        return known[2]
 
 
 class Routed(TorchFunctionMode):
