@@ -10,6 +10,7 @@ from families import FAMILIES, REFUSED, VOCABULARY, make
 import mantissa
 from mantissa.adopted import attention, route
 from mantissa.base.errors import MantissaError
+from mantissa.kernels.simulated import activation_values, weight_values
 
 KINDS = ["llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_5_text", "lfm2", "mixtral", "gpt2"]
 
@@ -226,7 +227,10 @@ def test_what_cannot_be_adopted_is_told_in_one_line(model, message):
 
 @pytest.mark.parametrize(
     ("precision", "message"),
-    [("fp8", "expected fp32, bf16 or fp16"), (mantissa.PrecisionPolicy(train="fp32", rollout="bf16"), "one format")],
+    [
+        ("e8m4", "expected fp32, bf16"),
+        (mantissa.PrecisionPolicy(train="fp32", rollout="bf16"), "one format"),
+    ],
 )
 def test_a_precision_that_one_model_cannot_have_is_refused(precision, message):
     with pytest.raises(MantissaError, match=message):
@@ -326,3 +330,49 @@ def test_a_weight_that_changes_while_copies_are_kept_is_copied_anew():
         after = logits(model, tokens, mask)
     assert not torch.equal(before, after)
     assert torch.equal(after, logits(model, tokens, mask))
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "mxfp8", "int8", "int4"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "gemma2"])
+def test_quantised_products_are_those_of_the_codes_and_exact(name, scheme):
+    model, (tokens, mask) = make(name), batch()
+    fp8 = mantissa.resolve(mantissa.PrecisionPolicy(train=scheme, rollout=scheme), "cpu").learner.fp8
+    seen = {}
+    layer = model.model.layers[0].self_attn.o_proj
+    layer.register_forward_hook(lambda _, args, out: seen.update({"o": (args[0], out)}))
+    adopted = mantissa.adopt(model, scheme, length=128)
+    assert scheme in adopted.lines[0]
+    assert "logits equal" in adopted.lines[-1]
+    seen.clear()
+    loss(model, tokens, mask).backward()
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+    x, out = (each.detach().float() for each in seen["o"])
+    values = activation_values(x, fp8), weight_values(layer.weight.detach(), fp8)
+    bias = 0 if layer.bias is None else layer.bias.detach().bfloat16().float()
+    expected = F.linear(*values) + bias
+    assert torch.allclose(out, expected, rtol=2**-7, atol=1e-6)
+    assert not torch.allclose(out, F.linear(x, layer.weight.detach()) + bias, rtol=2**-7, atol=1e-6)
+    sampled = model.generate(
+        input_ids=tokens, attention_mask=mask, max_new_tokens=8, min_new_tokens=8, output_logits=True,
+        return_dict_in_generate=True, pad_token_id=0,
+    )  # fmt: skip
+    whole = torch.cat((mask, torch.ones(3, 8, dtype=torch.long)), 1)
+    assert torch.equal(torch.stack(sampled.logits, 1), logits(model, sampled.sequences, whole)[:, 39:-1])
+    with pytest.raises(MantissaError, match="is adopted itself"):  # its weights are others, and none is quantised
+        logits(copy.deepcopy(model), tokens, mask)
+
+
+def test_a_router_is_never_quantised():
+    model, (tokens, mask) = make("mixtral"), batch()
+    mantissa.adopt(model, "int4", length=128)
+    seen = []
+    gate = model.model.layers[0].mlp.gate
+    gate.register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
+    logits(model, tokens, mask)
+    x, out = seen[0][0].float(), (seen[0][1][0] if isinstance(seen[0][1], tuple) else seen[0][1])
+    assert torch.allclose(out.float(), F.linear(x, gate.weight.bfloat16().float()), rtol=2**-6, atol=1e-2)
+
+
+def test_a_model_without_a_layer_to_quantise_is_refused():
+    with pytest.raises(MantissaError, match=r"quantises no layer|leaves no layer"):
+        mantissa.adopt(make("gpt2"), "fp8", length=128)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from mantissa.adopted import attention as attentions
 from mantissa.adopted.census import LENGTH, census, compare, drawn, read
 from mantissa.adopted.recurrence import Replaced, replaced, replacements
-from mantissa.adopted.route import RUNNING, Copies, Routed
+from mantissa.adopted.route import RUNNING, Copies, Routed, quantizes
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import ExactPlan, ModelShapes, plan_exact, resolve
+from mantissa.kernels import ExactPlan, ModelShapes, ResolvedRole, plan_exact, resolve
 from mantissa.precision import BF16, FP16, FP32, NumberFormat, PrecisionPolicy, format_named
 
 _FORMATS = (FP32, BF16, FP16)
@@ -238,19 +238,28 @@ def adopt(
     to the last bit. The model's class, code, parameters and checkpoints stay, and so do ``generate``, gradient
     checkpointing, adapters. Gradients are torch's. Logits are fp32.
 
-    ``precision``: ``fp32``, ``bf16`` or ``fp16``, or a policy whose roles agree; None: what the parameters are in.
-    Parameters in fp32 are masters of a half: cast where they are used. ``length``: positions of the longest sequence;
+    ``precision``: a format (``fp32``, ``bf16``, ``fp16``; ``fp8``, ``mxfp8``, ``int8``, ..., whose quantised products
+    are the policy's), or a policy whose roles agree; None: what the parameters are in. Parameters in fp32 are masters
+    of a half: cast, or quantised, where they are used. ``length``: positions of the longest sequence;
     None: what the model was made for, up to 4096.
 
     ``MantissaError``, and nothing changed, for what is no such model, or has an operation or a cache that has no exact
     form (named with its module); proven on this model before it is used.
     """
     root = _checked(model)
-    policy = _policy(precision)
-    fmt, cast = _format(root, None if precision is None else policy)
-    role = resolve(PrecisionPolicy(train=fmt.name, rollout=fmt.name, kernels="exact"), _device(root)).learner
-    mode = Routed(fmt, cast, format_named(policy.logits))
-    head = f"{type(root).__name__} in {fmt.name}{' of fp32 parameters' if cast else ''}, logits {policy.logits}"
+    policy = _policy(root, precision)
+    role = resolve(policy, _device(root)).learner
+    mode = Routed(role.active, _casts(root, role), format_named(policy.logits), role.fp8)
+    mode.names = {id(p): name.removesuffix(".weight") for name, p in root.named_parameters()}
+    if role.fp8 is not None:
+        layers = [mode.names[id(p)] for p in root.parameters() if p.dim() > 1]
+        role.fp8.check(layers)
+        if not any(quantizes(role.fp8, name) for name in layers):
+            raise MantissaError(
+                f"adopt: {role.fp8.kind} quantises no layer of {type(root).__name__}; choose fp32, bf16 or fp16"
+            )
+    masters = " of fp32 parameters" if mode.cast else ""
+    head = f"{type(root).__name__} in {role.name}{masters}, logits {policy.logits}"
     adopted = Adopted(mode, [f"{head}: exact kernels by {role.backend} products"], replacements(root))
     vocabulary, longest = root.config.get_text_config().vocab_size, _longest(root, length)
     tokens = drawn(vocabulary, min(LENGTH, longest))
@@ -267,7 +276,6 @@ def adopt(
 
 
 def _read(root: nn.Module, adopted: Adopted, tokens: Tensor) -> None:
-    adopted.mode.names = {id(p): name.removesuffix(".weight") for name, p in root.named_parameters()}
     try:
         read(root, tokens[:, : min(40, tokens.shape[1])])
     except MantissaError:
@@ -293,36 +301,47 @@ def _longest(root: Any, length: int | None) -> int:
     return min(made_for, 4096) if length is None else length
 
 
-def _policy(precision: str | PrecisionPolicy | None) -> PrecisionPolicy:
-    if not isinstance(precision, PrecisionPolicy):
-        return PrecisionPolicy(train=precision or "fp32", rollout=precision or "fp32")
-    policy = precision
+def _policy(root: Any, precision: str | PrecisionPolicy | None) -> PrecisionPolicy:
+    """With exact kernels; None: in what the parameters are."""
+    if precision is None:
+        own = _own(root)
+        if own is None:
+            raise MantissaError(
+                f"adopt: the parameters are in {_dtypes(root)}; expected one of fp32, bf16, fp16; name a precision"
+            )
+        precision = own.name
+    if isinstance(precision, str):
+        policy = PrecisionPolicy(train=precision, rollout=precision, kernels="exact")
+    else:
+        policy = precision.model_copy(update={"kernels": "exact"})
     if policy.train != policy.rollout:
         raise MantissaError(
             f"adopt: precision has train={policy.train} and rollout={policy.rollout}; one model has one format"
         )
-    return policy
+    return policy.of_layers(root.config.get_text_config().num_hidden_layers)
 
 
-def _format(root: nn.Module, policy: PrecisionPolicy | None) -> tuple[NumberFormat, bool]:
-    """The format, and whether parameters in fp32 are cast to it."""
-    dtypes = {p.dtype for p in root.parameters() if p.is_floating_point()}
-    own = next((fmt for fmt in _FORMATS if dtypes == {fmt.dtype}), None)
-    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-    if policy is None:
-        if own is None:
-            raise MantissaError(
-                f"adopt: the parameters are in {names}; expected one of fp32, bf16, fp16; name a precision"
-            )
-        return own, False
-    fmt = next((fmt for fmt in _FORMATS if fmt.name == policy.train), None)
-    if fmt is None:
-        raise MantissaError(f"adopt: precision {policy.train}: expected fp32, bf16 or fp16")
-    if own not in (FP32, fmt):
+def _casts(root: Any, role: ResolvedRole) -> bool:
+    """Whether parameters are fp32 masters that are cast. ``MantissaError`` where they are in another format."""
+    if role.active not in _FORMATS:
+        raise MantissaError(f"adopt: precision {role.name}: expected fp32, bf16, fp16, fp8 or a scaled format")
+    own = _own(root)
+    if own not in (FP32, role.active):
         raise MantissaError(
-            f"adopt: the parameters are in {names}, and precision={fmt.name}; load the model in fp32 or {fmt}"
+            f"adopt: the parameters are in {_dtypes(root)}, and precision is {role.name}; load the model in fp32 or "
+            f"{role.active.name}"
         )
-    return fmt, own is not fmt
+    return own is not role.active
+
+
+def _own(root: Any) -> NumberFormat | None:
+    """The format of all parameters; None where they have several, or another."""
+    dtypes = {p.dtype for p in root.parameters() if p.is_floating_point()}
+    return next((fmt for fmt in _FORMATS if dtypes == {fmt.dtype}), None)
+
+
+def _dtypes(root: Any) -> str:
+    return ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in root.parameters() if p.is_floating_point()}))
 
 
 def _device(root: nn.Module) -> torch.device:

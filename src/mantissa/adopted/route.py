@@ -33,14 +33,16 @@ from torch.overrides import TorchFunctionMode
 
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import cpu
+from mantissa.kernels.cpu import Products
 from mantissa.kernels.exact.kernels import product
 from mantissa.kernels.exact.plan import Choice, ExactPlan
 from mantissa.kernels.native import ProductOf
-from mantissa.kernels.simulated import Product
-from mantissa.precision import FP32, NumberFormat, round_to_format
+from mantissa.kernels.simulated import Product, ScaledLinear, weight_values
+from mantissa.precision import FP32, Fp8Policy, NumberFormat, round_to_format
 
 Head = tuple[int, int, int]  # of an attention: query heads, key heads, head size
 _VECTOR = 64  # values: a whole pass of torch's vector loops, two vectors of the widest kind, in each dtype
+_PRODUCTS = Products()  # of gradients, by the library that is faster
 _GRAINS = (32768, 2048)  # values that torch gives a thread at least: most functions, and those of a vector library
 
 
@@ -98,6 +100,14 @@ def _has_bf16() -> bool:
     return cpu.has_bf16()
 
 
+_ROUTERS = ("gate", "router", "shared_expert_gate")  # what chooses experts is never quantised
+
+
+def quantizes(policy: Fp8Policy, name: str) -> bool:
+    """Whether the product with the parameter of this name has quantised operands."""
+    return policy.quantizes(name) and name.rpartition(".")[2] not in _ROUTERS
+
+
 class Copies:
     """Copies of weights, made once each, for as long as no weight changes: each one's version is looked at."""
 
@@ -121,13 +131,15 @@ class Routed(TorchFunctionMode):
     has the products; None while a model is only read (``census.py``): ``seen`` then gathers what it multiplies.
     """
 
-    def __init__(self, fmt: NumberFormat, cast: bool, logits_format: NumberFormat = FP32) -> None:
+    def __init__(
+        self, fmt: NumberFormat, cast: bool, logits_format: NumberFormat = FP32, fp8: Fp8Policy | None = None
+    ) -> None:
         super().__init__()
-        self.format, self.cast, self.logits_format = fmt, cast, logits_format
+        self.format, self.cast, self.logits_format, self.fp8 = fmt, cast, logits_format, fp8
         self.plans: dict[Head, ExactPlan] | None = None
         self.products: dict[tuple[tuple[int, int], bool], str] = {}  # seen: a weight's shape, whether wide: its name
         self.heads: set[Head] = set()
-        self.names: dict[int, str] = {}  # of parameters, while a model is only read
+        self.names: dict[int, str] = {}  # of the model's parameters, by id
         self.inside = 0  # how many routed functions are on their way
         self.copies: Copies | None = None  # while weights do not change
 
@@ -144,6 +156,8 @@ class Routed(TorchFunctionMode):
                 return self.format.dtype if isinstance(args[0], nn.Parameter) and dtype is torch.float32 else dtype
             if func in _PICKED:  # first, so that no more is cast than what is used
                 picked = func(*args, **kwargs)
+                if self.fp8 is not None and func is not F.embedding and picked.dim() == 2:
+                    return picked  # an expert's weight: quantised from its master
                 return picked.to(self.format.dtype) if _is_master(args[0]) or _is_master(args[-1]) else picked
             if func not in _AS_THEY_ARE:
                 args, kwargs = self.cast_all(args), {name: self.cast_one(x) for name, x in kwargs.items()}
@@ -188,6 +202,35 @@ class Routed(TorchFunctionMode):
             half = self.copies.of(master, lambda: master.detach().to(self.format.dtype))
         half._of_a_weight = self.names.get(id(master), "a weight")  # type: ignore[attr-defined]
         return half
+
+    def by_weight(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        """x @ weight^T + bias, of a weight that is a parameter or a part of one: quantised where the policy says so."""
+        if self.fp8 is not None and x_NE.is_floating_point():
+            name = self.names.get(id(_base(weight_FE)))
+            if name is None:
+                raise MantissaError(
+                    f"adopt: in {self.fp8.kind} each weight must be one that the model had when it was adopted; a "
+                    "copy, or a sharded model, is adopted itself"
+                )
+            if quantizes(self.fp8, name):
+                return self._quantized(x_NE, weight_FE, bias_F)
+        x_NE, weight_FE, bias_F = self.cast_all((x_NE, weight_FE, bias_F))
+        if self.cast and _is_master(_base(weight_FE)) and weight_FE.dtype is torch.float32:
+            weight_FE = weight_FE.to(self.format.dtype)  # a part of one
+        return self.linear(x_NE, weight_FE, bias_F)
+
+    def _quantized(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
+        """``ScaledLinear`` of the master, by the products of the plan: rounded once to the base format."""
+        assert self.fp8 is not None
+        if self.plans is None:
+            return self.linear(x_NE, weight_FE.to(x_NE.dtype), None if bias_F is None else bias_F.to(x_NE.dtype))
+        bias_F = None if bias_F is None else round_to_format(bias_F.float(), self.format)
+        kept = self.copies is not None and isinstance(weight_FE, nn.Parameter) and not torch.is_grad_enabled()
+        policy, values_FE = self.fp8, weight_FE.float()
+        if kept and self.copies is not None:
+            values_FE = self.copies.of(weight_FE, lambda: weight_values(weight_FE.detach().float(), policy))
+        how = self.fp8, self.format, self._wide, _PRODUCTS, kept
+        return ScaledLinear.apply(x_NE.float(), values_FE, bias_F, *how).to(x_NE.dtype)
 
     def linear(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None, wide: bool = False) -> Tensor:
         """x @ weight^T + bias, rounded once to the dtype of ``x``; with ``wide`` not rounded: fp32, as logits are."""
@@ -281,35 +324,37 @@ def _polar(mode: Routed, func: Any, abs: Tensor, angle: Tensor) -> Tensor:
 
 
 def _linear(mode: Routed, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    is_head = weight is _head()
+    if weight is not _head():
+        return mode.by_weight(input, weight, bias)
     input, weight, bias = mode.cast_all((input, weight, bias))
-    if is_head:
-        return round_to_format(mode.linear(input, weight, bias, wide=True).float(), mode.logits_format)
-    return mode.linear(input, weight, bias)
+    return round_to_format(mode.linear(input, weight, bias, wide=True).float(), mode.logits_format)
 
 
 def _matmul(mode: Routed, func: Any, input: Any, other: Any, **kwargs: Any) -> Any:
     x, y = input, other
-    if not (isinstance(x, Tensor) and isinstance(y, Tensor)) or kwargs:
-        with mode.unrouted():
-            return func(input, other, **kwargs)
-    if x.dim() >= 2 and y.dim() >= 2 and x.shape[-1] == 1:  # an outer product: no sum
-        return x * y
-    if x.dim() >= 2 and y.dim() == 2:
-        return mode.linear(x, y.t())
-    if x.dim() == 2 and y.dim() == 3 and _is_weight(x):
-        return mode.linear(y.transpose(1, 2), x).transpose(1, 2)
-    if x.dim() == y.dim() == 3 and len(x) == len(y) and _is_weight(y):  # each expert's rows
-        return torch.stack([mode.linear(rows, weight.t()) for rows, weight in zip(x, y, strict=True)])
+    if isinstance(x, Tensor) and isinstance(y, Tensor) and not kwargs:
+        if x.dim() >= 2 and y.dim() >= 2 and x.shape[-1] == 1:  # an outer product: no sum
+            x, y = mode.cast_all((x, y))
+            return x * y
+        if mode.fp8 is None:
+            x, y = mode.cast_all((x, y))
+        if x.dim() >= 2 and y.dim() == 2:
+            return mode.by_weight(x, y.t())
+        if x.dim() == 2 and y.dim() == 3 and _is_weight(x):
+            return mode.by_weight(y.transpose(1, 2), x).transpose(1, 2)
+        if x.dim() == y.dim() == 3 and len(x) == len(y) and _is_weight(y):  # each expert's rows
+            return torch.stack([mode.by_weight(rows, weight.t()) for rows, weight in zip(x, y, strict=True)])
     with mode.unrouted():
-        return func(input, other)
+        return func(*mode.cast_all((input, other)), **kwargs)
 
 
 def _addmm(mode: Routed, func: Any, input: Tensor, mat1: Tensor, mat2: Tensor, **kwargs: Any) -> Tensor:
     if kwargs or input.dim() != 1:
         with mode.unrouted():
-            return func(input, mat1, mat2, **kwargs)
-    return mode.linear(mat1, mat2.t(), input)
+            return func(*mode.cast_all((input, mat1, mat2)), **kwargs)
+    if mode.fp8 is None:
+        mat1, mat2 = mode.cast_all((mat1, mat2))
+    return mode.by_weight(mat1, mat2.t(), input)
 
 
 def _is_master(x: Any) -> bool:
@@ -395,7 +440,8 @@ _AS_THEY_ARE = {
     getattr(torch.Tensor, name).__get__
     for name in ("shape", "device", "requires_grad", "is_cuda", "grad", "data", "layout", "ndim", "_base", "is_leaf")
 } | _names("size dim numel stride is_floating_point is_contiguous data_ptr register_hook", torch.Tensor)
-_AS_THEY_ARE.add(F.linear)  # whose route casts, for it must know the head
+# Whose routes cast: they must know the head, and the master of what is quantised.
+_AS_THEY_ARE |= {F.linear} | _names("matmul mm bmm __matmul__ addmm", torch, torch.Tensor)
 _PICKED = {F.embedding, torch.Tensor.__getitem__, torch.Tensor.select, torch.select}
 _POINTWISE = (
     "exp exp2 expm1 log log2 log10 log1p sigmoid tanh cos sin tan acos asin atan cosh sinh erf erfc rsqrt silu gelu "
