@@ -11,7 +11,7 @@ import numpy as np
 
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence, claimed, untested
-from mantissa.doctor.kinds import tokens_fly
+from mantissa.doctor.populations import tokens_fly
 from mantissa.doctor.sample import Array
 from mantissa.doctor.thresholds import CAP, CERTAIN, FEWEST, MATTERS, of
 

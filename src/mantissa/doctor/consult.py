@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 
+from mantissa.base.errors import MantissaError
 from mantissa.doctor import words
 from mantissa.doctor.diagnosis import Basis, CauseKind, Diagnosis, Open, Unknown, Verdict, Which
 from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.facts import coarser, facts, part
 from mantissa.doctor.fillers import without
 from mantissa.doctor.layers import ByLayer, by_layer, layers_plot
-from mantissa.doctor.sides import Fed, Scores, Side, Weights, evenly_spaced
+from mantissa.doctor.sides import AnyModel, Fed, Scores, Side, Weights, evenly_spaced
 from mantissa.doctor.substitution import Hypothesis, Substitution, declared, hypotheses, substitute
 from mantissa.doctor.thresholds import CLEAR, GIVEN_BACK, MOST, NOTHING, OTHER_SIDE, SURELY
 from mantissa.model import Decoder
@@ -47,7 +48,7 @@ class Consultation:
 def consult(
     dump: Dump,
     diagnosis: Diagnosis,
-    model: Decoder,
+    model: Decoder | AnyModel,
     versions: Mapping[str, Weights],
     *,
     sequences: int = SEQUENCES,
@@ -72,6 +73,8 @@ def consult(
     diagnosis = decided(diagnosis, found, reproduced(scores, base, dump.settings))
     followed = None
     if layers:
+        if isinstance(model, AnyModel):
+            raise MantissaError("--by-layer follows the layers of our own decoder, which does not know this family")
         learner, rollout = (_plain_head(side) for side in found.found)
         if learner != rollout:
             followed = by_layer(scores, learner, rollout, say)
@@ -80,7 +83,7 @@ def consult(
 
 def _substituted(
     sequences: Sequence[Scored],
-    model: Decoder,
+    model: Decoder | AnyModel,
     versions: Mapping[str, Weights],
     dump: Dump,
     say: Callable[[str], None],
@@ -92,9 +95,14 @@ def _substituted(
     """
     scores = Scores(model, sequences, versions, say)
     base = declared(scores, dump.settings)
+    if odd := next((side for side in base if not scores.computes(side)), None):
+        raise MantissaError(
+            f"--model: the dump says {odd.format}, in which transformers' own code does not compute this family; "
+            "without --model its numbers are judged by the dump alone"
+        )
     if float(np.sqrt(np.square(scores.d).mean())) < NOTHING:
         return scores, None, base
-    tried = hypotheses(scores, *base, dump.settings) + (disputed() if disputed_of else [])
+    tried = hypotheses(scores, *base, dump.settings) + (disputed(scores, base) if disputed_of else [])
     if disputed_of or versions:
         tried = until_given_back(scores, base, tried, disputed_of, dump.settings)
     return scores, substitute(scores, base, tried, say), base
@@ -120,11 +128,12 @@ def is_open(diagnosis: Diagnosis) -> bool:
     return fault is not None and (bool(fault.also) or part(fault.name).tries is not None)
 
 
-def disputed() -> list[Hypothesis]:
+def disputed(scores: Scores, base: tuple[Side, Side]) -> list[Hypothesis]:
     """What is tried of either side where a fault is open."""
-    both: tuple[Which, Which] = ("rollout", "learner")
+    both: tuple[tuple[Which, Side], ...] = (("rollout", base[1]), ("learner", base[0]))
     rows = [(kind, dict(change)) for kind, row in facts().causes.items() for change in row.tried]
-    return [_of_row(kind, which, change) for which in both for kind, change in rows]
+    found = [(_of_row(kind, which, change), side) for which, side in both for kind, change in rows]
+    return [each for each, side in found if scores.computes(each.applied(side))]
 
 
 def _of_row(kind: CauseKind, which: Which, change: Mapping[str, Any]) -> Hypothesis:

@@ -14,8 +14,8 @@ from mantissa.doctor.diagnosis import Basis, Diagnosis, Finding, Verdict
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.facts import Usual, coarser, facts, part, usual
-from mantissa.doctor.kinds import seen_in_a_quarter
-from mantissa.doctor.routers import Flights, flights, may_be
+from mantissa.doctor.populations import seen_in_a_quarter
+from mantissa.doctor.routers import Outliers, flights, may_be
 from mantissa.doctor.sample import Tokens, different
 from mantissa.doctor.signatures import causes, findings
 from mantissa.doctor.thresholds import (
@@ -70,7 +70,7 @@ def examine(dump: Dump) -> Diagnosis:
     return replace(others, figures=found.figures, notes=dump.notes)
 
 
-def _unexplained(found: Diagnosis, flown: Flights, said: bool) -> Diagnosis:
+def _unexplained(found: Diagnosis, flown: Outliers, said: bool) -> Diagnosis:
     """``said``: something says that it is of a mixture."""
     beyond = words.beyond(flown.beyond, flown.count)
     why = words.flights(flown.few, bool(flown.beyond), beyond, flown.quiet, said)

@@ -85,7 +85,7 @@ def by_layer(scores: Scores, learner: Side, rollout: Side, tick: Callable[[str],
 
 class _Follower:
     def __init__(self, scores: Scores, learner: Side, rollout: Side, tick: Callable[[str], None]) -> None:
-        self.scores, self.model, self.tick = scores, scores.model, tick
+        self.scores, self.model, self.tick = scores, scores.decoder, tick
         self.sides = (learner, rollout)
         self.kernels = tuple(side.kernels(scores.device) for side in self.sides)
         self.names = ["embedding", *(f"layer {n}" for n in range(self.model.config.num_hidden_layers)), "log-probs"]

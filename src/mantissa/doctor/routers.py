@@ -25,7 +25,7 @@ import numpy as np
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.facts import facts, part
-from mantissa.doctor.kinds import tokens_fly
+from mantissa.doctor.populations import tokens_fly
 from mantissa.doctor.sample import Array
 from mantissa.doctor.thresholds import AT_A_PLACE, AT_THE_USUAL, FAR, MEDIAN, MOST_FLY, RULE, THROUGHOUT
 
@@ -33,12 +33,12 @@ _KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expert
 
 
 @dataclass(frozen=True)
-class Flights:
+class Outliers:
     """Uncertain tokens beyond the usual: ``beyond`` of ``count``. ``quiet``: the size of u of the others. ``fly``:
     whether a few tokens rule the gap, as where routers disagree. ``where``: bool [N] of all compared tokens. ``most``:
     the share that a healthy mixture has at the most. ``few``: no more fly, and they are not most of the tokens of the
     sequences that they are in. ``within``: whether half of the tokens are as near as those of a usual gap; ``some``:
-    whether a tenth are. ``single``: whether single tokens fly beyond their own sequence (``kinds.tokens_fly``)."""
+    whether a tenth are. ``single``: whether single tokens fly beyond their own sequence (``tokens_fly``)."""
 
     beyond: int
     count: int
@@ -52,7 +52,7 @@ class Flights:
     single: bool
 
 
-def flights(e: Evidence) -> Flights | None:
+def flights(e: Evidence) -> Outliers | None:
     """The tokens beyond the usual; None where all are certain. First or last tokens are none of them where many are
     beyond: routers know no places."""
     t, beyond = e.clean.telling, np.abs(e.clean.u) > e.usual
@@ -71,10 +71,10 @@ def flights(e: Evidence) -> Flights | None:
     rule = float(square[some & (np.abs(t.u) > FAR * e.usual)].sum()) > RULE * float(square.sum())
     counts = int(some.sum()), len(some), t.where(~some).size
     single = tokens_fly(e)
-    return Flights(*counts, rule or single, beyond, most, few, half <= MEDIAN, bool(some.mean() < MOST_FLY), single)
+    return Outliers(*counts, rule or single, beyond, most, few, half <= MEDIAN, bool(some.mean() < MOST_FLY), single)
 
 
-def may_be(flown: Flights, found: Sequence[Finding]) -> bool:
+def may_be(flown: Outliers, found: Sequence[Finding]) -> bool:
     """Whether routers may have made what was found, more flights than a mixture is known to have. They know nothing of
     a sequence's number: where those of one rank or one block differ, it is something else."""
     return bool(found) and all("many" in part(each.name).routers and not each.by_number for each in found)

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mantissa.doctor import changes, kinds, places, rules, shape, values
+from mantissa.doctor import changes, locations, populations, rules, shape, values
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence, Test, untested
 from mantissa.doctor.facts import part
@@ -36,25 +36,25 @@ SIGNATURES: dict[str, Test] = {
     "support": values.support,
     "temperature": values.temperature,
     "soft_cap": values.soft_cap,
-    "repetition": places.repetition,
+    "repetition": locations.repetition,
     "logit_bias": rules.logit_bias,
-    "end_token": places.end_token,
-    "first_token": places.edge("first_token", "first"),
-    "padding": places.padding,
-    "onset": places.onset,
+    "end_token": locations.end_token,
+    "first_token": locations.edge("first_token", "first"),
+    "padding": locations.padding,
+    "onset": locations.onset,
     "mid_sequence": changes.mid_sequence,
-    "stale": places.stale,
-    "after_sync": places.after_sync,
-    "some_sequences": kinds.some_sequences,
-    "experts": places.single_tokens("experts"),
-    "single_tokens": places.single_tokens("single_tokens"),
+    "stale": locations.stale,
+    "after_sync": locations.after_sync,
+    "some_sequences": populations.some_sequences,
+    "experts": locations.single_tokens("experts"),
+    "single_tokens": locations.single_tokens("single_tokens"),
     "coarse_logprobs": values.coarse,
     "half_logits": values.half_logits,
-    "nondeterministic": places.nondeterministic,
-    "position": places.position,
+    "nondeterministic": locations.nondeterministic,
+    "position": locations.position,
     "prompt": shape.prompt,
     "weights": shape.weights,
-    "too_large": places.size,
+    "too_large": locations.size,
 }
 
 
@@ -133,7 +133,7 @@ def _law_and_place(whole: Evidence) -> list[Finding]:
     medians = np.array([np.median(t.d[where == n]) if (where == n).any() else 0.0 for n in range(20)])
     flat = replace(whole, clean=replace(t, y=t.x + t.d - medians[where]))
     quiet = float(np.median(np.abs(flat.clean.telling.u)))
-    found = kinds.some_sequences(replace(flat, usual=max(usual, FAR * quiet)), len(SIGNATURES))
+    found = populations.some_sequences(replace(flat, usual=max(usual, FAR * quiet)), len(SIGNATURES))
     if found.p > LEVEL / len(SIGNATURES) or found.rest is None:
         return []
     odd = np.unique(t.sequence[np.isnan(found.rest)])

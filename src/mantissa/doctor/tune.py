@@ -203,7 +203,7 @@ def tune(
         raise MantissaError(
             f"{len(scores.sequences)} sequences: expected {_FEWEST} or more, for half choose and the others measure"
         )
-    return _Tuner(scores, budget, base, figure, groups(scores.model, blocks), role, say).run()
+    return _Tuner(scores, budget, base, figure, groups(scores.decoder, blocks), role, say).run()
 
 
 class _Tuner:
@@ -217,11 +217,11 @@ class _Tuner:
         self.learner = scores(half)
         self.engine = self.learner - scores(replace(half, habits=frozenset(SERVING.items())))
         self.held_B = np.arange(len(scores.sequences)) % 2 == 1
-        sizes = {name: weight.numel() for name, weight in scores.model.named_parameters()}
+        sizes = {name: weight.numel() for name, weight in scores.decoder.named_parameters()}
         self.layers = sum(group.parameters for group in every)
-        head = scores.model.head_weight.numel()
+        head = scores.decoder.head_weight.numel()
         self.read = 2 * (sum(sizes.values()) - sizes["model.embed_tokens.weight"] + head)
-        if scores.model.lm_head is not None:
+        if scores.decoder.lm_head is not None:
             self.read -= 2 * head  # it was among the parameters
 
     def run(self) -> Tuned:
@@ -299,11 +299,11 @@ class _Tuner:
 
     def _outwards(self) -> list[Group]:
         """Layers from the middle: the first and last are taken last."""
-        middle = (self.scores.model.config.num_hidden_layers - 1) / 2
+        middle = (self.scores.decoder.config.num_hidden_layers - 1) / 2
         return sorted(self.every, key=lambda group: abs(sum(group.layers) / len(group.layers) - middle))
 
     def _weight_error(self, group: Group) -> float:
-        weights = dict(self.scores.model.named_parameters())
+        weights = dict(self.scores.decoder.named_parameters())
         error = size = 0.0
         for name in group.projections:
             weight = weights[f"{name}.weight"].detach()

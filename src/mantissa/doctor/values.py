@@ -1,6 +1,6 @@
 """What each fault makes of the values: another order, another law, another logarithm, a coarser grid.
 
-These tests say what the one side's log-probs would be, given the other's; where a fault stands is in ``places.py``.
+These tests say what the one side's log-probs would be, given the other's; where a fault stands is in ``locations.py``.
 
 **Two words in one context.** Samples of one prompt share contexts, and there the normaliser falls out: log p_a -
 log p_b = (z_a - z_b) / T. So a temperature scales these differences, a top-k or top-p leaves them as they are,

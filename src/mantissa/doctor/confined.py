@@ -1,10 +1,10 @@
 """The inside of the process that reads a stranger's file: what it gives up first, and how it says what it found.
 
-``apart.py`` starts it as a fresh interpreter, so that nothing of the command lies in its memory. Before it opens what
-it was given it has, in this order: no core dump, no file to write to, limits on CPU seconds and on the address space
-beyond what its imports took; Landlock, where the kernel has it: no file made, changed or started; a system-call filter
-(x86_64 and aarch64): no socket, no new process, no look into another. It may read files, since a dump is a folder and
-libraries load parts of themselves late; what it read cannot leave but through its pipe.
+``isolated.py`` starts it as a fresh interpreter, so that nothing of the command lies in its memory. Before it opens
+what it was given it has, in this order: no core dump, no file to write to, limits on CPU seconds and on the address
+space beyond what its imports took; Landlock, where the kernel has it: no file made, changed or started; a system-call
+filter (x86_64 and aarch64): no socket, no new process, no look into another. It may read files, since a dump is a
+folder and libraries load parts of themselves late; what it read cannot leave but through its pipe.
 
 On stdout, one message: a line of JSON, then the arrays of ``ARRAYS`` as raw bytes. ``{"error": TEXT}`` where the reader
 raised ``MantissaError``, ``{"memory": true}`` where it ran out of it.

@@ -13,9 +13,9 @@ import pytest
 import dumps
 from hostile import attempt
 from mantissa.base.errors import MantissaError
-from mantissa.doctor.apart import LIMITS, Reading, unpacked
+from mantissa.doctor.confined import ARRAYS, packed
 from mantissa.doctor.dump import Dump, Scored
-from mantissa.doctor.inside import ARRAYS, packed
+from mantissa.doctor.isolated import LIMITS, Reading, unpacked
 from mantissa.doctor.readers import read_dump
 from mantissa.tasks.sandbox.jail import reading_filter
 

@@ -1,6 +1,6 @@
 """A stranger's file read in a process of its own, so that a fault in a reader costs one line and not the command.
 
-What the process gives up is in ``inside.py``. Here is the side that does not believe it: its answer is a line of JSON
+What the process gives up is in ``confined.py``. Here is the side that does not believe it: its answer is a line of JSON
 and the bytes of arrays whose kinds are known beforehand, counted and checked before anything is made of them; nothing
 in it is executed or unpickled. It crashes, hangs, eats memory or writes garbage: each is one ``MantissaError``.
 
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from mantissa.base.bounds import available_memory, number, require_memory
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.json import parse_json
-from mantissa.doctor.inside import ARRAYS, LONGEST_TEXT, NUMBERS
+from mantissa.doctor.confined import ARRAYS, LONGEST_TEXT, NUMBERS
 from mantissa.tasks.sandbox.run import Limits, cause_of_death
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _ADVICE = "it is damaged, or was made to break readers; write it again, or give 
 _LONGEST_HEADER = 1 << 16
 _TICK_S = 0.5
 _LARGEST_TOKEN = 2**31 - 1
-_CODE = "import sys; sys.path[:] = {path!r}; from mantissa.doctor.inside import main; main()"
+_CODE = "import sys; sys.path[:] = {path!r}; from mantissa.doctor.confined import main; main()"
 
 
 class Reading:
