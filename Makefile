@@ -79,6 +79,7 @@ $(TRITON)/.installed: $(STAMP)
 TRITON_TESTS = PYTHONPATH=$(TRITON) $(BIN)/python -m pytest
 test-triton: $(TRITON)/.installed
 	TRITON_INTERPRET=1 $(TRITON_TESTS) tests/kernels -k "triton or exact_gpu"
+	TRITON_INTERPRET=1 $(TRITON_TESTS) tests/adopted/test_gpu.py
 	TRITON_INTERPRET=1 $(TRITON_TESTS) tests/bench -m variants -k gpu_exact
 	$(TRITON_TESTS) tests/kernels -k triton_compile
 

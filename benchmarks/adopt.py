@@ -32,7 +32,7 @@ from mantissa.rollout.transformers import load_transformers
 ROWS, LENGTH, DECODED = 12, 149, 20
 
 
-def batch(left: bool) -> tuple[Tensor, Tensor]:
+def batch(left: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """Tokens and mask of the sequences, filled up on one side."""
     generator = torch.Generator().manual_seed(11)
     tokens, mask = torch.zeros(ROWS, LENGTH, dtype=torch.long), torch.zeros(ROWS, LENGTH, dtype=torch.long)
@@ -41,7 +41,7 @@ def batch(left: bool) -> tuple[Tensor, Tensor]:
         own = slice(LENGTH - kept, None) if left else slice(kept)
         tokens[row, own] = torch.randint(3, VOCABULARY, (kept,), generator=generator)
         mask[row, own] = 1
-    return tokens, mask
+    return tokens.to(device), mask.to(device)
 
 
 def scored(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def decoded(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
 def compared(model: Any) -> tuple[int, int]:
     """How many log-probs were compared, and how many were other numbers."""
     with torch.no_grad():
-        (tokens, mask), right = batch(True), batch(False)
+        (tokens, mask), right = (batch(left, model.device) for left in (True, False))
         first, real = whole(model, tokens, mask), mask[:, :-1].bool()
         pairs: list[tuple[Tensor, Tensor]] = []
         order = torch.arange(ROWS).flip(0)
@@ -88,7 +88,7 @@ def compared(model: Any) -> tuple[int, int]:
 
 def update(model: Any) -> None:
     """One step down the gradient of the log-probs' sum."""
-    tokens, mask = batch(False)
+    tokens, mask = batch(False, model.device)
     (-whole(model, tokens, mask)[mask[:, 1:].bool()].mean()).backward()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -97,14 +97,14 @@ def update(model: Any) -> None:
                 parameter.grad = None
 
 
-def measured(name: str, precision: str) -> Row:
+def measured(name: str, precision: str, device: str) -> Row:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    tokens, mask = batch(True)
-    own = make(name, dtype)
+    tokens, mask = batch(True, torch.device(device))
+    own = make(name, dtype).to(device)
     before = compared(own)
     with torch.no_grad():
-        reference = whole(make(name), tokens, mask)
-    model = make(name)
+        reference = whole(make(name).to(device), tokens, mask)
+    model = make(name).to(device)
     mantissa.adopt(model, precision)
     with torch.no_grad():
         real = mask[:, :-1].bool()
@@ -122,8 +122,9 @@ def measured(name: str, precision: str) -> Row:
 
 @case("adopt", families=("llama",), precisions=("fp32",))
 def adopt_families(
-    families: Sequence[str] = tuple(FAMILIES), precisions: Sequence[str] = ("fp32", "bf16", "fp16"), threads: int = 1
-) -> Rows:
+    families: Sequence[str] = tuple(FAMILIES), precisions: Sequence[str] = ("fp32", "bf16", "fp16"), threads: int = 1,
+    device: str = "cpu",
+) -> Rows:  # fmt: skip
     """Log-probs of each family that differ by what stands beside a position, adopted and by transformers' own.
 
     ``value`` is the share that differs by transformers' own attention (sdpa) and products, in the same format;
@@ -136,8 +137,8 @@ def adopt_families(
     torch.set_num_threads(threads)
     for name in families:
         for precision in precisions:
-            yield measured(name, precision)
-    if len(families) == len(FAMILIES):
+            yield measured(name, precision, device)
+    if len(families) == len(FAMILIES) and device == "cpu":
         for name in REFUSED:
             try:
                 mantissa.adopt(make(name))
@@ -168,13 +169,13 @@ PARTS: dict[str, Callable[[Any, Tensor, int], None]] = {"forward": _forward, "st
 
 @case("adopt", hidden=64, rounds=1, rows=1, length=24, new=2)
 def adopt_cost(
-    model: str = "", hidden: int = 512, rounds: int = 5, rows: int = 4, length: int = 256, new: int = 32,
-    precisions: Sequence[str] = ("fp32", "bf16"), threads: int = 2,
+    model: str = "", family: str = "llama", hidden: int = 512, rounds: int = 5, rows: int = 4, length: int = 256,
+    new: int = 32, precisions: Sequence[str] = ("fp32", "bf16"), threads: int = 2, device: str = "cpu",
 ) -> Rows:  # fmt: skip
     """Seconds of an adopted model over transformers' own with its sdpa: a forward, a step, tokens from a cache.
 
-    ``model``: a Hugging Face folder; none: a llama of ``hidden`` with 4 layers. Either takes turns, and the ratio is
-    of a round, its median and quartiles over ``rounds``. ``active`` in a half: of a model loaded in it.
+    ``model``: a Hugging Face folder; none: one of ``family``, of ``hidden`` with 4 layers. Either takes turns, and the
+    ratio is of a round, its median and quartiles over ``rounds``. ``active`` in a half: of a model loaded in it.
     """
     import transformers
 
@@ -188,18 +189,23 @@ def adopt_cost(
             if model:
                 return transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
             sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": 4}
+            if "linear_num_key_heads" in FAMILIES[family]:
+                sizes |= dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), hidden // 64)
+                sizes |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 64)
             return make(
-                "llama", dtype, **sizes, num_attention_heads=hidden // 32, num_key_value_heads=hidden // 64, head_dim=32
+                family, dtype, **sizes, num_attention_heads=hidden // 32, num_key_value_heads=hidden // 64, head_dim=32
             )
 
-        own, adopted = made(), made()
+        own, adopted = made().to(device), made().to(device)
         mantissa.adopt(adopted)
-        tokens = torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(1))
+        tokens = torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(1)).to(device)
         for part, work in PARTS.items():
+            if device != "cpu":
+                _ratio(work, own, adopted, tokens, new)  # what is compiled, is compiled now
             ratios = sorted(_ratio(work, own, adopted, tokens, new) for _ in range(rounds))
             yield {
                 "benchmark": "adopt_cost", "case": part, "requested": precision, "active": precision,
-                "model": model.rstrip("/").rpartition("/")[2] or f"llama {hidden}", "rounds": rounds, "rows": rows,
+                "model": model.rstrip("/").rpartition("/")[2] or f"{family} {hidden}", "rounds": rounds, "rows": rows,
                 "length": length, "new": new, "metric": "time_over_transformers", "unit": "ratio",
                 "value": ratios[rounds // 2], "quartile_low": ratios[rounds // 4],
                 "quartile_high": ratios[-1 - rounds // 4],
@@ -211,6 +217,8 @@ def _ratio(work: Callable[[Any, Tensor, int], None], own: Any, adopted: Any, tok
     for model in (own, adopted):
         start = time.perf_counter()
         work(model, tokens, new)
+        if tokens.is_cuda:
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return times[1] / times[0]
 

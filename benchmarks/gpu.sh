@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs one NVIDIA GPU: the tests marked gpu, step times, sizes from 1M to 1B parameters, exactness and
 # its cost, fp8 products, rollout speed, the demo's recipe in native fp16 and bf16. Each part has a limit of its own;
-# together about 8 minutes where all goes well.
+# together about 13 minutes where all goes well.
 #   OUT=/some/folder PYTHON=.venv/bin/python benchmarks/gpu.sh
 # Rows go to $OUT where it is set, else to results/. A part that fails does not stop the next; the exit status says so.
 set -uo pipefail
@@ -26,5 +26,7 @@ part 90 "$python" benchmarks/gpu.py --rounds 4
 part 100 "$python" benchmarks/gpu_sizes.py --seconds 60 --rounds 5
 part 80 "$python" benchmarks/rollout_vs_generate.py --device cuda --repeats 3 --cases 0 1 \
     --results "$results/rollout_vs_generate.jsonl"
+part 90 "$python" benchmarks/run.py adopt_cost --device cuda --hidden 2048 --rows 16 --length 512 --new 64
+part 200 "$python" benchmarks/run.py adopt_families --device cuda --precisions bf16 --seconds 180
 part 120 "$python" benchmarks/gpu_demo.py --device cuda --steps 10 --warm-start 100
 exit "$failed"

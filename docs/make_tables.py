@@ -162,8 +162,9 @@ def _gap_cells(row: Row) -> list[str]:
     return [f"{mean:.3f} ({low:.3f} to {high:.3f})", f"{row['k3_kl']:.4f}", f"{row['equal_fraction']:.0%}"]
 
 
-def _adopted(benchmark: str) -> list[Row]:
-    return [row for row in _rows("adopt") if row["benchmark"] == benchmark]
+def _adopted(benchmark: str, gpu: bool = False) -> list[Row]:
+    rows = [row for row in _rows("adopt") if row["benchmark"] == benchmark]
+    return [row for row in rows if row["device"].startswith("NVIDIA") == gpu]
 
 
 def adopt_families() -> str:
@@ -185,14 +186,29 @@ def adopt_refused() -> str:
     return table(["family", "because"], lines)
 
 
+PARTS = ("forward", "step", "generate")
+
+
 def adopt_cost() -> str:
     """Time of an adopted model over transformers' own; the newest row of each model, format and number of threads."""
     newest = {(row["model"], row["requested"], row["threads"], row["case"]): row for row in _adopted("adopt_cost")}
     lines = []
     for model, fmt, threads in dict.fromkeys(key[:3] for key in newest):
-        cells = [_quartiles(newest[model, fmt, threads, part]) for part in ("forward", "step", "generate")]
+        cells = [_quartiles(newest[model, fmt, threads, part]) for part in PARTS]
         lines.append([model, fmt, str(threads), *cells])
-    return table(["model", "format", "threads", "forward", "step", "generate"], lines)
+    return table(["model", "format", "threads", *PARTS], lines)
+
+
+def adopt_gpu() -> str:
+    """The same on a GPU, by format, with what was compared there."""
+    families, lines = _adopted("adopt_families", gpu=True), []
+    newest = {(row["requested"], row["case"]): row for row in _adopted("adopt_cost", gpu=True)}
+    for fmt in ("fp32", "bf16", "fp16"):
+        found = [row for row in families if row["requested"] == fmt]
+        total = f"{sum(row['different'] for row in found):,} of {sum(row['compared'] for row in found):,}"
+        cells = [_quartiles(newest[fmt, part]) if (fmt, part) in newest else "" for part in PARTS]
+        lines.append([fmt, str(len(found) or ""), total if found else "", *cells])
+    return table(["format", "families", "different, adopted", *PARTS], lines)
 
 
 def exact_cost() -> str:
@@ -502,7 +518,12 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "lost": lost,
     },
     "exactness.md": {"exact_cost": exact_cost, "gpu_exact": gpu_exact},
-    "adopt.md": {"adopt_families": adopt_families, "adopt_refused": adopt_refused, "adopt_cost": adopt_cost},
+    "adopt.md": {
+        "adopt_families": adopt_families,
+        "adopt_refused": adopt_refused,
+        "adopt_cost": adopt_cost,
+        "adopt_gpu": adopt_gpu,
+    },
     "bench.md": {"bench_options": lambda: command_options("bench")},
     "gap.md": {"gap_options": lambda: command_options("gap"), "figures": gap_figures, "measured": measured_gap},
     "precision.md": {

@@ -72,7 +72,7 @@ def test_masters_in_fp32_compute_as_a_model_in_the_half_format_does(name, precis
     assert len(grads) > 10
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, "bamba"])
 def test_gradients_are_as_near_to_float64_as_torchs_own(name):
     model, (tokens, mask) = make(name), batch(pad=-7)  # torch's own gives NaN to padding on the left
 

@@ -78,7 +78,7 @@ class Adopted:
 
     def check(self, model: Any) -> None:
         """``MantissaError`` where something was changed since the model was adopted that its proof was of."""
-        if torch.is_autocast_enabled("cpu"):
+        if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
             raise MantissaError(
                 "adopt: autocast is on, which would round what the exact kernels compute; turn it off, and adopt the "
                 "model with precision=bf16 or fp16"
@@ -248,8 +248,13 @@ def adopt(
     """
     root = _checked(model)
     policy = _policy(root, precision)
-    role = resolve(policy, _device(root)).learner
-    mode = Routed(role.active, _casts(root, role), format_named(policy.logits), role.fp8)
+    device = _device(root)
+    role = resolve(policy, device).learner
+    gpu = _on_gpu(device)
+    if gpu and role.fp8 is not None:
+        raise MantissaError(f"adopt: {role.fp8.kind} of other people's models is for a CPU so far; on {device} choose "
+                            "fp32, bf16 or fp16")  # fmt: skip
+    mode = Routed(role.active, _casts(root, role), format_named(policy.logits), role.fp8, gpu)
     mode.names = {id(p): name.removesuffix(".weight") for name, p in root.named_parameters()}
     if role.fp8 is not None:
         layers = [mode.names[id(p)] for p in root.parameters() if p.dim() > 1]
@@ -262,13 +267,15 @@ def adopt(
     head = f"{type(root).__name__} in {role.name}{masters}, logits {policy.logits}"
     adopted = Adopted(mode, [f"{head}: exact kernels by {role.backend} products"], replacements(root))
     vocabulary, longest = root.config.get_text_config().vocab_size, _longest(root, length)
-    tokens = drawn(vocabulary, min(LENGTH, longest))
+    tokens = drawn(vocabulary, min(LENGTH, longest)).to(device)
     adopted._take(root)
     try:
         _read(root, adopted, tokens)
-        mode.plans = _plans(mode, role, vocabulary, longest)
+        mode.plans = {} if gpu else _plans(mode, role, vocabulary, longest)
+        mode.length = longest if gpu else mode.plan.length
         counted = census(root, mode, tokens[:, : min(40, tokens.shape[1])])
-        adopted.lines += [*mode.plan.lines(), counted, compare(root, tokens)]
+        planned = ["products, sums and attention: Triton's, in one order for any number of rows"]
+        adopted.lines += [*(planned if gpu else mode.plan.lines()), counted, compare(root, tokens)]
     except BaseException:
         adopted.release()
         raise
@@ -294,6 +301,10 @@ def _plans(mode: Routed, role: Any, vocabulary: int, length: int) -> dict[tuple[
         shapes = ModelShapes(() if plans else products, *heads, vocabulary, length)
         plans[heads] = plan_exact(shapes, role, "cpu")
     return plans
+
+
+def _on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def _longest(root: Any, length: int | None) -> int:
@@ -345,12 +356,11 @@ def _dtypes(root: Any) -> str:
 
 
 def _device(root: nn.Module) -> torch.device:
-    device = next(root.parameters()).device
-    if device.type != "cpu":
-        raise MantissaError(
-            f"adopt: the model is on {device}; the exact form of other people's models is for a CPU so far"
-        )
-    return device
+    devices = {p.device for p in root.parameters()}
+    if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        found = ", ".join(sorted(map(str, devices)))
+        raise MantissaError(f"adopt: the model is on {found}; expected a CPU, or one CUDA device")
+    return devices.pop()
 
 
 def _checked(model: nn.Module) -> Any:

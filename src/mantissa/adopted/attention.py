@@ -56,7 +56,7 @@ class Form:
     scale: float
     cap: float
     fmt: NumberFormat
-    choice: AttentionChoice
+    choice: AttentionChoice | None  # None: by Triton's kernel
 
     def capped(self, products: Tensor) -> Tensor:
         scaled = products * (self.scale / self.cap)
@@ -97,16 +97,19 @@ def attention(
         )
     seen = visible(attention_mask, query, key)
     place = RUNNING.places[-1] or _of_whole(seen)
-    plan = mode.plans.get(at)
-    if plan is None:
+    if at not in mode.heads:
         raise MantissaError(f"adopt: {type(module).__name__} has heads {at}, which the model was not seen to have")
-    plan.check_threads(torch.get_num_threads())
-    if place.columns > plan.length:
+    if place.columns > mode.length:
         raise MantissaError(
-            f"adopt: the kernels were proven for {plan.length} positions at most, and here are {place.columns}; adopt "
+            f"adopt: the kernels were proven for {mode.length} positions at most, and here are {place.columns}; adopt "
             f"the model with length={place.columns} or more"
         )
-    form = Form(size**-0.5 if scaling is None else scaling, softcap or 0.0, mode.format, plan.attention)
+    choice = None
+    if not mode.gpu:
+        plan = mode.plans[at]
+        plan.check_threads(torch.get_num_threads())
+        choice = plan.attention
+    form = Form(size**-0.5 if scaling is None else scaling, softcap or 0.0, mode.format, choice)
     with mode.routing(), torch._C.DisableTorchFunction():
         out = Attention.apply(query, key, value, seen, s_aux, place, form)
     return out.transpose(1, 2).contiguous(), None
@@ -161,6 +164,8 @@ class Attention(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, seen, *(() if sinks is None else (sinks,)))
         ctx.form = form
+        if form.choice is None:
+            return by_triton(q, k, v, seen, sinks, place, form)
         size, width = max(q.shape[3], v.shape[3]), v.shape[3]
         wide_q, wide_k, wide_v = (F.pad(x.float(), (0, size - x.shape[3])) for x in (q, k, v))
         return exact(wide_q, wide_k, wide_v, seen, sinks, place, form)[..., :width].to(q.dtype)
@@ -169,16 +174,17 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, seen, *sinks = ctx.saved_tensors
         form, given = ctx.form, [q, k, v, *sinks]
-        wide = [x.detach().float() for x in given]
+        fused = form.choice is None and not form.cap and not sinks  # torch's own fused attention, for all rows at once
+        wide = [x.detach() if fused else x.detach().float() for x in given]
         totals = [torch.zeros_like(x) for x in wide]
-        for row in range(len(q)):
-            own = slice(row, row + 1)
+        for row in range(1 if fused else len(q)):
+            own = slice(None) if fused else slice(row, row + 1)
             with torch.enable_grad():
                 parts = [x[own].requires_grad_() for x in wide[:3]] + [x.requires_grad_() for x in wide[3:]]
                 mask = seen[own] if len(seen) > 1 else seen
                 q_row, k_row, v_row = parts[:3]
                 out = plain(q_row, k_row, v_row, mask, form.scale, form.cap, parts[3] if sinks else None)
-            found = torch.autograd.grad(out, parts, grads[0][own].float())
+            found = torch.autograd.grad(out, parts, grads[0][own].to(out.dtype))
             for total, part in zip(totals[:3], found[:3], strict=True):
                 total[own] = part
             for total, part in zip(totals[3:], found[3:], strict=True):
@@ -187,8 +193,19 @@ class Attention(torch.autograd.Function):
         return q_grad, k_grad, v_grad, None, rest[0] if rest else None, None, None
 
 
+def by_triton(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None, place: Place, form: Form
+) -> Tensor:  # fmt: skip
+    """The same on a GPU, whose kernel knows where each row's keys stand."""
+    from mantissa.kernels.triton import seen as kernel
+
+    first = torch.tensor(place.first(k.shape[2]), device=q.device)
+    return kernel.attention(q, k, v, seen, first, form.scale, form.cap, sinks)
+
+
 def exact(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None, place: Place, form: Form) -> Tensor:
     """Shape of ``q``, fp32, rounded to the format; ``q``, ``k`` and ``v`` are fp32 tensors of one head size."""
+    assert form.choice is not None
     (batch, heads, length, size), kv_heads, choice = q.shape, k.shape[1], form.choice
     group = heads // kv_heads
     k, v, seen = laid_out(k, v, seen.expand(batch, *seen.shape[1:]), place, choice.keys)

@@ -152,11 +152,11 @@ Logits = Callable[[Tensor, Tensor], Tensor]
 def compare(model: nn.Module, tokens: Tensor) -> str:
     """Refuse a model whose logits differ by what stands beside a position; returns what was compared."""
     length, compared = tokens.shape[1], 0
-    pads = (0, 5 % length, 11 % length)
+    pads = (0, min(5, length // 6), min(11, length // 4))  # less than what is decoded from
     with _evaluating(model):
         left, right = _padded(tokens, pads, left=True), _padded(tokens, pads, left=False)
         whole = _whole(model, *left)
-        order = torch.tensor([2, 0, 1])
+        order = torch.tensor([2, 0, 1], device=tokens.device)
         forms: list[tuple[str, Tensor, slice]] = [
             ("padded to the right", _moved(_whole(model, *right), pads), slice(0, length)),
             ("in another order", _whole(model, left[0][order], left[1][order])[order.argsort()], slice(0, length)),
@@ -210,7 +210,7 @@ def _same(
     model: nn.Module, name: str, whole: Tensor, other: Tensor, mask: Tensor | None, batch: tuple[Tensor, Tensor]
 ) -> int:
     """How many logits were equal. ``MantissaError`` where one was not."""
-    real = torch.ones(whole.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
+    real = torch.ones(whole.shape[:2], dtype=torch.bool, device=whole.device) if mask is None else mask.bool()
     one, two = whole[real], other[real]
     if torch.equal(one, two):
         return one.numel()

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from mantissa.adopted import gpu
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import cpu
 from mantissa.kernels.cpu import Products
@@ -77,7 +78,7 @@ class _Product(ProductOf):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors  # once: a checkpoint computes them for it
-        if x.dtype is torch.float32 or (x.dtype is torch.bfloat16 and _has_bf16()):
+        if x.dtype is torch.float32 or x.is_cuda or (x.dtype is torch.bfloat16 and _has_bf16()):
             return ProductOf.backward(_Saved((x, weight), ctx.needs_input_grad), *grads)
         wide = _Saved((x.float(), weight.float()), ctx.needs_input_grad)
         grad_x, grad_weight, grad_bias, _ = ProductOf.backward(wide, grads[0].to(x.dtype))
@@ -129,14 +130,17 @@ class Routed(TorchFunctionMode):
 
     ``cast``: parameters are fp32 masters of a half format. ``plans``: by the shape of an attention, of which the first
     has the products; None while a model is only read (``census.py``): ``seen`` then gathers what it multiplies.
+    ``gpu``: by ``gpu.py``'s forms, for which nothing is planned.
     """
 
     def __init__(
-        self, fmt: NumberFormat, cast: bool, logits_format: NumberFormat = FP32, fp8: Fp8Policy | None = None
-    ) -> None:
+        self, fmt: NumberFormat, cast: bool, logits_format: NumberFormat = FP32, fp8: Fp8Policy | None = None,
+        gpu: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.format, self.cast, self.logits_format, self.fp8 = fmt, cast, logits_format, fp8
+        self.format, self.cast, self.logits_format, self.fp8, self.gpu = fmt, cast, logits_format, fp8, gpu
         self.plans: dict[Head, ExactPlan] | None = None
+        self.length = 0  # of the longest sequence
         self.products: dict[tuple[tuple[int, int], bool], str] = {}  # seen: a weight's shape, whether wide: its name
         self.heads: set[Head] = set()
         self.names: dict[int, str] = {}  # of the model's parameters, by id
@@ -249,6 +253,8 @@ class Routed(TorchFunctionMode):
         return out_NF if x_NE.dim() == 2 else out_NF.view(*x_NE.shape[:-1], -1)
 
     def _wide(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
+        if self.gpu:
+            return gpu.product(x_NE, weight_FE, bias_F, torch.float32)
         plan = self.plan
         plan.check_threads(torch.get_num_threads())
         choice = plan.products.get(tuple(weight_FE.shape))
@@ -261,6 +267,8 @@ class Routed(TorchFunctionMode):
         return out_NF if bias_F is None else out_NF + bias_F.float()
 
     def _rounded(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
+        if self.gpu:
+            return gpu.product(x_NE, weight_FE, bias_F, x_NE.dtype)
         plan = self.plan
         choice = plan.bf16.get(tuple(weight_FE.shape)) if x_NE.dtype is torch.bfloat16 else None
         if choice is None or not choice.bf16:
@@ -286,6 +294,8 @@ def pointwise(func: Callable[..., Tensor], x: Any, *args: Any, **kwargs: Any) ->
     others = (*args, *kwargs.values())
     if not isinstance(x, Tensor) or not x.is_floating_point() or any(isinstance(y, Tensor) for y in others):
         return func(x, *args, **kwargs)
+    if x.is_cuda:  # a GPU's loops have no scalar remainder
+        return func(x, *args, **kwargs)
     return func(flat(x), *args, **kwargs)[: x.numel()].view(x.shape)
 
 
@@ -295,6 +305,8 @@ def _pointwise(mode: Routed, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _powers(mode: Routed, func: Any, x: Any, power: Any, *args: Any, **kwargs: Any) -> Any:
+    if mode.gpu:
+        return func(x, power, *args, **kwargs)
     if isinstance(x, Tensor) and isinstance(power, Tensor):
         x, power = torch.broadcast_tensors(x, power)
         return func(flat(x), flat(power))[: x.numel()].view(x.shape)
@@ -379,9 +391,13 @@ def _rows(mode: Routed, func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         with mode.unrouted():
             return func(x, *args, **kwargs) if dim is None else func(x, dim, *args, **kwargs)
     at = dim % x.dim()
+    if mode.gpu and func.__name__ not in gpu.REDUCTIONS:
+        with mode.unrouted():
+            return func(x, dim, *args, **kwargs)
+    over = functools.partial(gpu.of_rows, func) if mode.gpu else lambda x, *rest, **more: func(x, -1, *rest, **more)
     if at == x.dim() - 1:
-        return func(x.contiguous(), -1, *args, **kwargs)
-    out = func(x.movedim(at, -1).contiguous(), -1, *args, **kwargs)
+        return over(x.contiguous(), *args, **kwargs)
+    out = over(x.movedim(at, -1).contiguous(), *args, **kwargs)
     return out.movedim(-1, at) if out.dim() == x.dim() else out
 
 
@@ -389,17 +405,24 @@ def _length(mode: Routed, func: Any, x: Tensor, p: Any = 2, *args: Any, **kwargs
     """A vector's length, over the last dimension."""
     dim = kwargs.get("dim", args[0] if args else None)
     dim = dim[0] if isinstance(dim, list | tuple) and len(dim) == 1 else dim
-    with contextlib.nullcontext() if dim in (-1, x.dim() - 1) else mode.unrouted():
+    if mode.gpu and dim in (-1, x.dim() - 1) and p in (2, "fro"):
+        return gpu.length(x.contiguous(), bool(kwargs.get("keepdim", len(args) > 1 and args[1])))
+    with contextlib.nullcontext() if dim in (-1, x.dim() - 1) and not mode.gpu else mode.unrouted():
         return func(x.contiguous(), p, *args, **kwargs)
 
 
 def _norms(mode: Routed, func: Any, input: Tensor, normalized_shape: Any, *args: Any, **kwargs: Any) -> Tensor:
+    if mode.gpu and len(normalized_shape) == 1:
+        return gpu.norm(func, input.contiguous(), normalized_shape, *args, **kwargs)
     with contextlib.nullcontext() if len(normalized_shape) == 1 else mode.unrouted():
         return func(input.contiguous(), normalized_shape, *args, **kwargs)
 
 
 def _normalize(mode: Routed, func: Any, input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> Tensor:
-    with contextlib.nullcontext() if dim % input.dim() == input.dim() - 1 else mode.unrouted():
+    last = dim % input.dim() == input.dim() - 1
+    if mode.gpu and last and p == 2:
+        return input / gpu.length(input.contiguous(), keepdim=True).clamp_min(eps)
+    with contextlib.nullcontext() if last and not mode.gpu else mode.unrouted():
         return func(input.contiguous(), p, dim, eps)
 
 

@@ -88,7 +88,7 @@ class NativeKernels:
             return self.weight(master.detach())
         if _is_int8(self.fp8):
             return BlockScaled(*int8_codes(master))
-        if master.device.type == "cpu":
+        if not _by_triton(master):
             return weight_values(master, self.fp8).to(self.dtype)  # codes times powers of two: exact in bf16
         from mantissa.kernels.triton.products import quantized_weight
 
@@ -101,14 +101,14 @@ class NativeKernels:
 
     @property
     def packs(self) -> bool:
-        return self.format in (FP32, BF16) and type(self).linear is NativeKernels.linear
+        return self.format in (FP32, BF16)
 
     def linear(
         self, x_NE: Tensor, weight_FE: Tensor | BlockScaled, bias_F: Tensor | None = None, layer: str = ""
     ) -> Tensor:
         bias = None if bias_F is None else self.weight(bias_F)
         quantized = self._in_fp8(layer)
-        if quantized and isinstance(weight_FE, Tensor) and not x_NE.is_cuda and not _is_int8(self.fp8):
+        if quantized and isinstance(weight_FE, Tensor) and not _by_triton(x_NE) and not _is_int8(self.fp8):
             assert self.fp8 is not None
             x_NE, quantized = activation_values(x_NE.float(), self.fp8).to(self.dtype), False
         if not quantized:
@@ -222,6 +222,11 @@ class NativeKernels:
 
 def _is_int8(fp8: Fp8Policy | None) -> bool:
     return isinstance(fp8, Quantized) and fp8.scheme == "int8"
+
+
+def _by_triton(x: Tensor) -> bool:
+    """Whether fp8 is codes that Triton multiplies; on a CPU it is values on their grid."""
+    return x.is_cuda
 
 
 class ProductOf(torch.autograd.Function):

@@ -155,6 +155,34 @@ class _TokenLogprob(torch.autograd.Function):
         return grad.scatter_add_(-1, tokens.unsqueeze(-1), grads[0].unsqueeze(-1)), None
 
 
+def row_sums(x_NE: Tensor) -> Tensor:
+    """The sum over the last dimension, fp32, in an order that its length alone decides. No gradient."""
+    size = x_NE.shape[-1]
+    flat = aligned(x_NE.reshape(-1, size))
+    out = torch.empty(flat.shape[0], dtype=torch.float32, device=flat.device)
+    if flat.numel() == 0:
+        return out.zero_().view(x_NE.shape[:-1])
+    block = min(4096, power_of_two_above(size, 16))
+    rows = max(1, 1024 // block)
+    _row_sums[(ceil_div(flat.shape[0], rows),)](
+        flat, out, flat.shape[0], SIZE=size, ROWS=rows, BLOCK=block, num_warps=4, **LAUNCH
+    )
+    return out.view(x_NE.shape[:-1])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _row_sums(
+    x: tl.tensor, out: tl.tensor, rows: tl.tensor, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    e = tl.arange(0, BLOCK)
+    sums = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for start in range(0, SIZE, BLOCK):
+        inside = (r < rows)[:, None] & (start + e < SIZE)[None, :]
+        sums += tl.load(x + r[:, None] * SIZE + start + e[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + r, tl.sum(sums, axis=1), mask=r < rows)
+
+
 @triton.jit
 def _rms_norm(
     x: tl.tensor, weight: tl.tensor, out: tl.tensor, eps: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr
