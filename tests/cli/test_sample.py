@@ -104,4 +104,5 @@ def test_a_family_that_only_transformers_knows(mantissa: Mantissa, tmp_path: Pat
     assert first == again
     assert len(first) == 2
     assert "fp32, bf16 or fp16" in mantissa("sample", tmp_path, "Say", "--precision", "fp8").error()
-    assert "top_k" in mantissa("sample", tmp_path, "Say", "--top-k", 3).error()
+    one, two = (mantissa("sample", tmp_path, "Say", "--top-k", 1, "--seed", seed).out for seed in (1, 2))
+    assert one == two  # of one token there is no choice

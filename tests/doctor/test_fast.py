@@ -12,7 +12,7 @@ import pytest
 from mantissa.base.readers.json import _has_run
 from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.evidence import Evidence
-from mantissa.doctor.places import _repeated
+from mantissa.doctor.locations import _repeated
 from mantissa.doctor.readers import LARGEST_FLOAT, _ids, _logp, read_dump
 from mantissa.doctor.sample import Tokens, ranked, sums_by
 from mantissa.doctor.sample import tested as jackknife

@@ -76,7 +76,7 @@ def doctor(
 
     mantissa doctor dump.jsonl --model FOLDER --engine http://127.0.0.1:8000
     """  # fmt: skip
-    from mantissa.doctor.apart import Reading
+    from mantissa.doctor.isolated import Reading
 
     reading = Reading(source, framework)  # in a process of its own, while this one imports the rest
     import scipy.special  # noqa: F401

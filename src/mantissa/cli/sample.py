@@ -47,7 +47,8 @@ def sample(
     params = SamplingParams(max_tokens, temperature, top_k, top_p, tokenizer.eos_ids, tuple(stop or ()))
     requests = [Request(tuple(tokens), derive_seed(seed, "sample"), n)]
     if refused:
-        (group,) = TransformersEngine(in_role(policy, role).to(chosen)).generate(requests, params, 0)
+        sampler = TransformersEngine(in_role(policy, role).to(chosen), decode_text=tokenizer.decode)
+        (group,) = sampler.generate(requests, params, 0)
         typer.echo(f"rollout in {role.name} by transformers' own code: {refused}", err=True)
     else:
         prove(resolved, chosen)

@@ -62,7 +62,7 @@ def tune(
 
     what, of = cast("Figure", figure), cast("Role", role)
     found = find(scores, budget=budget, base=base, figure=what, role=of, blocks=blocks, say=progress)
-    check(found, scores.model.projections)
+    check(found, scores.decoder.projections)
     progress("")
     rows = _rows(found, model, chosen, seed, max_tokens)
     if out is not None:

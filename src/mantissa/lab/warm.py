@@ -9,9 +9,9 @@ from mantissa.base.environ import end_with_launcher
 end_with_launcher()  # before imports that take seconds
 
 import sys  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 from mantissa.base.errors import MantissaError  # noqa: E402
-from mantissa.model import save_model  # noqa: E402
 from mantissa.rl.assemble import assemble  # noqa: E402
 from mantissa.rl.config.run import load_recipe  # noqa: E402
 from mantissa.rl.warm_start import warm_start  # noqa: E402
@@ -27,7 +27,7 @@ def main(recipe: str, folder: str) -> None:
         warm_start(parts, config.warm_start, params, lambda row: print(row, flush=True))
     finally:
         parts.close()
-    save_model(parts.model, parts.tokenizer, folder)
+    parts.save(Path(folder))
 
 
 if __name__ == "__main__":

@@ -336,17 +336,17 @@ class Decoder(nn.Module):
         return kernels.logits(hidden, self.head_weight)
 
 
-def adapter_parameters(decoder: Decoder) -> dict[str, nn.Parameter]:
+def adapter_parameters(decoder: nn.Module) -> dict[str, nn.Parameter]:
     """A and B of every adapter, by name; empty where there are none."""
     return {name: p for name, p in decoder.named_parameters() if name.rpartition(".")[2] in MATRICES}
 
 
-def base_parameters(decoder: Decoder) -> dict[str, nn.Parameter]:
+def base_parameters(decoder: nn.Module) -> dict[str, nn.Parameter]:
     """The decoder's parameters less its adapters: Hugging Face's names."""
     return {name: p for name, p in decoder.named_parameters() if name.rpartition(".")[2] not in MATRICES}
 
 
-def trained_parameters(decoder: Decoder) -> dict[str, nn.Parameter]:
+def trained_parameters(decoder: nn.Module) -> dict[str, nn.Parameter]:
     """What RL moves, and a checkpoint holds: the adapters where there are some, else every parameter."""
     return adapter_parameters(decoder) or base_parameters(decoder)
 

@@ -7,9 +7,11 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mantissa.base.bounds import require_memory
 from mantissa.base.errors import MantissaError
@@ -19,6 +21,7 @@ from mantissa.kernels import (
     Emulation,
     ExactPlan,
     Kernels,
+    NativeKernels,
     ResolvedPrecision,
     Way,
     cpu,
@@ -36,7 +39,9 @@ from mantissa.model import (
     byte_tokenizer,
     character_tokenizer,
     policy_weights,
+    save_model,
 )
+from mantissa.model.config import read_config
 from mantissa.model.decoder import place
 from mantissa.precision import E4M3
 from mantissa.precision.policy import Backend
@@ -49,7 +54,15 @@ from mantissa.rl.exact.plan import exact_plan, prove
 from mantissa.rl.exact.twin import ExactTwin, exact_twin
 from mantissa.rl.learner import Learner
 from mantissa.rl.score import ReferencePolicy
-from mantissa.rollout import NativeEngine, RolloutEngine, VllmEngine, VllmStart, require_vllm, serve_vllm
+from mantissa.rl.transformers import as_policy, open_transformers, proven
+from mantissa.rollout import CopiedPolicy, NativeEngine, RolloutEngine, VllmEngine, VllmStart, require_vllm, serve_vllm
+from mantissa.rollout.transformers import (
+    CopiedTransformers,
+    PolicyEngine,
+    TransformersPolicy,
+    positions_of,
+    save_transformers,
+)
 from mantissa.tasks import DatasetConfig, DatasetTask, Grader, Problem, Task, build_task
 from mantissa.training import LossScaler
 
@@ -66,7 +79,7 @@ class Parts:
     precision: ResolvedPrecision
     evidence: dict[str, str]
     tokenizer: Tokenizer
-    model: Decoder
+    model: Decoder | TransformersPolicy
     task: Task
     learner: Learner
     sampler: Sampler
@@ -77,6 +90,19 @@ class Parts:
     plan: ExactPlan | None
     replan: Callable[[Way], ExactPlan | None] | None  # where there is a plan: another one; collective
     beside: Mapping[str, Parts] = field(default_factory=dict)  # of policies that play with this one, by name
+
+    @property
+    def exact(self) -> list[str]:
+        """What exact kernels compute by, for a screen; none where kernels are fast."""
+        adopted = self.model.adopted if isinstance(self.model, TransformersPolicy) else None
+        return self.plan.lines() if self.plan else [] if adopted is None else adopted.lines
+
+    def save(self, path: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Write the policy as a Hugging Face folder. ``weights``: of a sharded one, gathered first."""
+        if isinstance(self.model, TransformersPolicy):
+            save_transformers(self.model, self.tokenizer, path)
+        else:
+            save_model(self.model, self.tokenizer, path, weights=weights)
 
     def new_scaler(self) -> LossScaler:
         """A loss scaler for the learner's format, at its first scale."""
@@ -102,6 +128,8 @@ def assemble(
     _check_bill(config)
     be_deterministic(device)
     given, task = task is not None, task or build_task(config.task, config.seed)
+    if config.rollout.engine == "transformers":
+        return _by_transformers(config, task, device, ranks, products)
     model, tokenizer = load_policy(config.model, task, config.seed)
     named = config.precision.of_layers(model.config.num_hidden_layers)
     config = config.model_copy(update={"precision": named})
@@ -121,17 +149,20 @@ def assemble(
     twin = exact_twin(config, model, device, longest, rows, ranks) if vllm else None
     scaling = config.loss_scaling or LossScalingConfig()
     scaler = scaling.scaler(precision.learner.active)
-    learner = new_learner(config, model, learner_kernels(precision, plan), scaler, ranks)
-    kernels = (twin and twin.kernels) or rollout_kernels(precision, plan)
-    sampler = _sampler(config, task, precision, kernels, model.config, tokenizer, device, ranks)
-    if sampler.engine.evidence:
-        evidence["rollout"] = sampler.engine.evidence
     reference = None
     if config.algorithm.reference is not None:
         path = config.algorithm.reference.path
         teacher = None if path is None else _teacher(path, model, tokenizer, longest)
         reference = _reference(config, reference_kernels(precision, plan), model, teacher, device, ranks)
-        learner.teacher = reference
+    learner = new_learner(config, model, learner_kernels(precision, plan), scaler, ranks, reference)
+    kernels = (twin and twin.kernels) or rollout_kernels(precision, plan)
+
+    def engine() -> RolloutEngine:
+        return build_engine(config.rollout, precision, kernels, model.config, tokenizer, device, ranks)
+
+    sampler = _sampler(config, task, engine, model.config.max_position_embeddings, tokenizer, ranks)
+    if sampler.engine.evidence:
+        evidence["rollout"] = sampler.engine.evidence
     return Parts(
         device=device,
         precision=precision,
@@ -150,6 +181,47 @@ def assemble(
     )
 
 
+def _by_transformers(
+    config: RunConfig, task: Task, device: torch.device, ranks: Ranks, products: cpu.CpuProducts | None
+) -> Parts:
+    """Those of a policy by transformers' own code."""
+    assert config.model.path is not None  # the configuration's own check
+    model, tokenizer = open_transformers(config.model.path)
+    precision = _precision(config, device, ranks, products)
+    positions = positions_of(model)
+    policy, precision = as_policy(config, model, precision, device, _longest(config, task, positions))
+    scaling = config.loss_scaling or LossScalingConfig()
+    kernels = NativeKernels(policy.format)  # whose format alone is asked: transformers' code multiplies
+    learner = new_learner(config, policy, kernels, scaling.scaler(policy.format), ranks)
+    engine = PolicyEngine(policy, precision.rollout, config.rollout.slots, tokenizer.decode)
+    evidence = proven(policy, engine, device)
+    sampler = _sampler(config, task, lambda: engine, positions, tokenizer, ranks)
+    reference = None
+    if (section := config.algorithm.reference) is not None:
+        assert precision.reference is not None
+        fmt = precision.reference.active
+        reference = ReferencePolicy(
+            CopiedTransformers(policy, fmt), NativeKernels(fmt), temperature=config.rollout.temperature,
+            micro_batch_tokens=config.optimizer.micro_batch_tokens, refresh_every=section.refresh_every, ranks=ranks,
+        )  # fmt: skip
+    return Parts(
+        device=device,
+        precision=precision,
+        evidence=evidence,
+        tokenizer=tokenizer,
+        model=policy,
+        task=task,
+        learner=learner,
+        sampler=sampler,
+        scaling=scaling,
+        reference=reference,
+        ranks=ranks,
+        twin=None,
+        plan=None,
+        replan=None,
+    )
+
+
 def _reference(
     config: RunConfig, kernels: Kernels, model: Decoder, teacher: Decoder | None, device: torch.device, ranks: Ranks
 ) -> ReferencePolicy:
@@ -157,13 +229,12 @@ def _reference(
     section = config.algorithm.reference
     assert section is not None
     reference = ReferencePolicy(
-        (teacher or model).config,
+        CopiedPolicy((teacher or model).config, kernels, device, "reference"),
         kernels,
         temperature=config.rollout.temperature,
         micro_batch_tokens=config.optimizer.micro_batch_tokens,
         refresh_every=section.refresh_every,
         teacher=None if teacher is None else base_digest(teacher),
-        device=device,
         ranks=ranks,
     )
     if teacher is not None:
@@ -227,7 +298,14 @@ def _check_shape(config: RunConfig, model: Decoder) -> None:
         )
 
 
-def new_learner(config: RunConfig, model: Decoder, kernels: Kernels, scaler: LossScaler, ranks: Ranks) -> Learner:
+def new_learner(
+    config: RunConfig,
+    model: Decoder | TransformersPolicy,
+    kernels: Kernels,
+    scaler: LossScaler,
+    ranks: Ranks,
+    teacher: ReferencePolicy | None = None,
+) -> Learner:
     """The learner of these masters."""
     scaling = config.loss_scaling or LossScalingConfig()
     return Learner(
@@ -243,17 +321,18 @@ def new_learner(config: RunConfig, model: Decoder, kernels: Kernels, scaler: Los
         ranks=ranks,
         critic_scaler=None if config.algorithm.critic is None else scaling.scaler(kernels.format),
         replay=config.rollout.replay_routing,
+        teacher=teacher,
+        # What becomes of a gradient that is not finite is a guard's decision, where there is one.
+        on_nonfinite="stop" if config.guard is None else "skip",
     )
 
 
 def _sampler(
     config: RunConfig,
     task: Task,
-    precision: ResolvedPrecision,
-    kernels: Kernels,
-    model: ModelConfig,
+    built: Callable[[], RolloutEngine],
+    positions: int,
     tokenizer: Tokenizer,
-    device: torch.device,
     ranks: Ranks,
 ) -> Sampler:
     """Engine and verifier, at work; what the task holds that would stop the run later is found here."""
@@ -262,9 +341,9 @@ def _sampler(
     grader.start()  # a reward function that is not there shows now
     engine = None
     try:
-        engine = build_engine(config.rollout, precision, kernels, model, tokenizer, device, ranks)
+        engine = built()
         sampler = Sampler(engine, tokenizer, grader, ranks)
-        check_task(config, task, sampler, model.max_position_embeddings)
+        check_task(config, task, sampler, positions)
     except BaseException:
         grader.close()
         if engine is not None:
@@ -286,7 +365,13 @@ def _check_bill(config: RunConfig) -> None:
 def load_policy(source: ModelSource, task: Task, seed: int) -> tuple[Decoder, Tokenizer]:
     """The policy's fp32 masters, adapters attached where the recipe asks for them, and its tokenizer."""
     if source.path is not None:
-        return open_policy(policy_folder(source.path), source.lora, seed)
+        path = policy_folder(source.path)
+        if (Path(path) / "config.json").is_file():
+            try:
+                read_config(Path(path))
+            except MantissaError as error:
+                raise MantissaError(f"{error}; rollout.engine=transformers runs it by transformers' own code") from None
+        return open_policy(path, source.lora, seed)
     assert source.fresh is not None  # the configuration's own check
     tokenizer = byte_tokenizer()
     if source.tokenizer == "characters":

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ from mantissa.rl.flow import Flow
 from mantissa.rl.objective import micro_loss
 from mantissa.rl.score import Forward, OfLogits, OnTokenLogits, ReferencePolicy, forward, scatter, score
 from mantissa.rollout.most_probable import MostProbable
+from mantissa.rollout.transformers import TransformersPolicy
 from mantissa.training import (
     Backward,
     Checkpoint,
@@ -83,12 +84,13 @@ Verify = Callable[[int, Weighed, Tensor], None]
 class Learner:
     """Owns the master weights and everything that changes them. ``verify`` is shown each update's first forward.
 
-    ``replay``: what of the rollout's choice of experts its forwards take, of a policy that has some.
+    ``replay``: what of the rollout's choice of experts its forwards take, of a policy that has some. ``teacher``: whose
+    distributions a loss may ask for. ``on_nonfinite``: ``OptimizerStep``'s.
     """
 
     def __init__(
         self,
-        model: Decoder,
+        model: Decoder | TransformersPolicy,
         kernels: Kernels,
         algorithm: AlgorithmConfig,
         config: OptimizerConfig,
@@ -101,6 +103,8 @@ class Learner:
         ranks: Ranks = ALONE,
         replay: Replay | None = None,
         critic_scaler: LossScaler | None = None,
+        teacher: ReferencePolicy | None = None,
+        on_nonfinite: Literal["stop", "skip"] = "stop",
     ) -> None:
         self.model, self.kernels, self.ranks = model, kernels, ranks
         self.algorithm, self.config = algorithm, config
@@ -112,18 +116,21 @@ class Learner:
         # Keep the graph of ``score`` for the update, where it can serve: it has log-probs alone.
         asks = bool(algorithm.loss.most_probable) or algorithm.loss.of_teacher
         self.reuse_scoring = algorithm.entropy is None and not asks
-        self.teacher: ReferencePolicy | None = None  # whose distributions a loss may ask for; set where it is made
+        self.teacher, self.on_nonfinite = teacher, on_nonfinite
         self._kept: _Kept | None = None
         self._seen_BR: Tensor | None = None  # takes the log-probs of the first optimiser step's own forward
         self.verify: Verify | None = None
         self.flow: Flow | None = None
         if (partition := algorithm.loss.partition) is not None:
+            assert isinstance(model, Decoder)
             self.flow = Flow(model.config.hidden_size, partition, seed, next(model.parameters()).device)
         decay_until = steps * config.updates_per_batch if config.decay == "linear" else None
-        self.step = self.optimizer_step(learning_rate(config.lr, config.warmup, decay_until), scaler, self.flow)
+        lr_at = learning_rate(config.lr, config.warmup, decay_until)
+        self.step = self.optimizer_step(lr_at, scaler, self.flow, on_nonfinite=on_nonfinite)
         self.critic: Critic | None = None
         if algorithm.critic is not None:
             assert critic_scaler is not None
+            assert isinstance(model, Decoder)
             self.critic = Critic(
                 model, kernels, algorithm, critic_scaler, self._step_of, aggregation_length=self.aggregation_length,
                 micro_batch_tokens=config.micro_batch_tokens, ranks=ranks,
@@ -133,7 +140,7 @@ class Learner:
         """An optimiser step over another module that trains beside the policy, on its schedule."""
         decay_until = self.steps * self.config.updates_per_batch if self.config.decay == "linear" else None
         lr_at = learning_rate(lr, self.config.warmup, decay_until)
-        return self.optimizer_step(lr_at, scaler, purpose="critic", module=module)
+        return self.optimizer_step(lr_at, scaler, purpose="critic", module=module, on_nonfinite=self.on_nonfinite)
 
     def optimizer_step(
         self,
@@ -142,6 +149,7 @@ class Learner:
         flow: Flow | None = None,
         purpose: str = "update",
         module: nn.Module | None = None,
+        on_nonfinite: Literal["stop", "skip"] = "stop",
     ) -> OptimizerStep:
         """A fresh optimiser over the masters (and FlowRL's head, if it is given), behind the one optimiser step.
 
@@ -178,6 +186,7 @@ class Learner:
             self.config.max_grad_norm,
             diagnose,
             clip=None if factor is None else partial(adaptive_clip_, clipped, factor),
+            on_nonfinite=on_nonfinite,
             ranks=self.ranks,
             masters=masters,
         )
@@ -185,6 +194,8 @@ class Learner:
     @property
     def weights(self) -> Mapping[str, Tensor]:
         """The policy's fp32 weights by name: the masters, or with adapters the merged ones, made when asked for."""
+        if isinstance(self.model, TransformersPolicy):
+            return self.trained
         return policy_weights(self.model)
 
     @property
@@ -424,13 +435,14 @@ class Learner:
 
     def flushed(self, experience: Weighed, step: int) -> float | None:
         """Fraction of gradients that the format flushes to zero, on up to 8 completions of a weighed batch's first
-        optimiser step, against fp32 kernels; None where there is no gradient, or the format is fp32.
+        optimiser step, against fp32 kernels; None where there is no gradient, the format is fp32, or transformers' own
+        code computes.
 
         Every rank computes the same ones: the figure does not depend on their number.
         """
         experience = self._with_choice(experience, step)
         batches = self._micro_batches(experience, self._parts(experience, step)[0], ALONE)
-        if self.kernels.format is FP32 or not batches:
+        if self.kernels.format is FP32 or not batches or not isinstance(self.model, Decoder):
             return None
         small = _MicroBatch(batches[0].rows[:8], batches[0].scale_BR[:8])
         scale = self.step.scaler.scale

@@ -22,6 +22,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.files import Reserve
 from mantissa.base.tensors import check_tensors
 from mantissa.guard.watch import RunGuard
+from mantissa.model import Decoder
 from mantissa.rl.adapters import FrozenBase
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect.batch import Batch, pack, unpack
@@ -59,7 +60,8 @@ class Run:
         self.params = self.sampler.params_of(config.rollout)
         self.train: Sequence[Problem] = parts.task.split("train")
         self.heldout: Sequence[Problem] = parts.task.split("heldout")
-        self.base = FrozenBase(config.model, parts.model, parts.tokenizer, folder)
+        # Of a policy that is no decoder of ours it asks for adapters alone, and there are none.
+        self.base = FrozenBase(config.model, cast("Decoder", parts.model), parts.tokenizer, folder)
         self.kept: list[int] = []  # indices of the training problems in use
         self.ahead: list[Batch] = []  # batches of later steps that a checkpoint held
         self.position = 0  # prompts sampled for the steps taken
@@ -70,9 +72,6 @@ class Run:
         if config.guard is not None:
             both = dict.fromkeys((config.precision.train, config.precision.rollout))
             self.guard = RunGuard(config.guard, folder.path, "/".join(both), parts.ranks, live.note)
-            self.learner.step.on_nonfinite = "skip"  # what becomes of it is then the guard's decision
-            if self.learner.critic is not None:
-                self.learner.critic.step.on_nonfinite = "skip"
         self.fell_back = False  # whether the run goes on in another format, from the checkpoint that says so
         self.probes = self._probes()
         self.room = Reserve(folder.checkpoints, f"{folder.checkpoints}, where room for the next checkpoint is kept")

@@ -43,11 +43,12 @@ from mantissa.base.bounds import count
 from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.kernels import Kernels, Traced
-from mantissa.model import Decoder, ModelConfig, Replay, Replayed, Route
-from mantissa.precision.numerics import entropy, token_logprob
+from mantissa.model import Decoder, Replay, Replayed, Route
+from mantissa.precision.numerics import entropy
 from mantissa.rl.experience import Sequences
 from mantissa.rollout import CopiedPolicy
 from mantissa.rollout.support import Support, truncated
+from mantissa.rollout.transformers import CopiedTransformers, TransformersPolicy, logprob_on
 from mantissa.training import load_weights
 
 _LOGITS_AT_ONCE = 1 << 25  # 128 MiB of fp32
@@ -147,7 +148,7 @@ class Forward:
 
 
 def forward(
-    model: Decoder,
+    model: Decoder | TransformersPolicy,
     kernels: Kernels,
     sequences: Sequences,
     temperature: float,
@@ -165,8 +166,12 @@ def forward(
     supports where they have some. ``replay``: what of the rollout's choice of experts is taken; None: the model's own.
 
     A prompt that several sequences share is computed once, and only positions that predict a response token reach the
-    output projection.
+    output projection. A policy by transformers' own code computes as that does (``forward_transformers``).
     """
+    if isinstance(model, TransformersPolicy):
+        assert not prompts
+        assert replay is None
+        return forward_transformers(model, sequences, temperature, entropies=entropies, look=look, also=also)
     position_N, token_N = sequences.response_tokens()
     packed = Packed.of(sequences)
     support = None if sequences.support is None else Support.join(sequences.support)
@@ -184,15 +189,21 @@ def forward(
 
 
 def forward_transformers(
-    model: Any, sequences: Sequences, temperature: float, *, entropies: Entropies = False
+    model: Any,
+    sequences: Sequences,
+    temperature: float,
+    *,
+    entropies: Entropies = False,
+    look: OnLogits | None = None,
+    also: OfLogits | None = None,
 ) -> Forward:
     """``forward`` by a causal language model of transformers, its own code: rows padded to the right, all logits kept.
 
     Of an adopted model (``mantissa.adopt``) the log-probs are those of ``TransformersEngine``, to the last bit.
-    ``MantissaError``: sequences with supports or experts to replay, which that engine never gives.
+    ``MantissaError``: sequences with experts to replay, which that engine never gives.
     """
-    if sequences.support is not None or sequences.experts_BTLK is not None:
-        raise MantissaError("a model of transformers is scored over its whole vocabulary, by its own choice of experts")
+    if sequences.experts_BTLK is not None:
+        raise MantissaError("a model of transformers is scored by its own choice of experts")
     position_N, token_N = sequences.response_tokens()
     mask_BT = torch.arange(sequences.tokens_BT.shape[1], device=token_N.device) < sequences.length_B.unsqueeze(1)
     positions_BT = (mask_BT.long().cumsum(-1) - 1).clamp_min(0)
@@ -200,11 +211,35 @@ def forward_transformers(
         input_ids=sequences.tokens_BT, attention_mask=mask_BT.long(), position_ids=positions_BT, use_cache=False
     ).logits
     logits_NV = logits_BTV.flatten(0, 1)[position_N].float()
-    logp_N = token_logprob(logits_NV, token_N, temperature)
+    if look is not None:
+        look(0, logits_NV.detach())
+    support = None if sequences.support is None else Support.join(sequences.support)
+    logprob = logprob_on(logits_NV.device)
+    logp_N, entropy_N, also_NM = _of_logits(0, logits_NV, token_N, temperature, entropies, support, also, logprob)
+    return Forward(logp_N, entropy_N, also_NM=also_NM)
+
+
+def _of_logits(
+    start: int,
+    logits_nV: Tensor,
+    token_n: Tensor,
+    temperature: float,
+    entropies: Entropies,
+    support: Support | None,
+    also: OfLogits | None,
+    logprob: Callable[[Tensor, Tensor, float], Tensor],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What is asked for of the logits of the response tokens from number ``start`` on."""
+    if support is not None:
+        kept_nV = support.mask(start, start + len(token_n), logits_nV.shape[1], logits_nV.device)
+        logits_nV = truncated(logits_nV, kept_nV)
+    logp_n = logprob(logits_nV, token_n, temperature)
+    also_nM = None if also is None else also(start, logits_nV)
     if not entropies:
-        return Forward(logp_N)
-    watched_NV = logits_NV if entropies == "differentiable" else logits_NV.detach()
-    return Forward(logp_N, entropy(watched_NV, temperature))
+        return logp_n, None, also_nM
+    watched_nV = logits_nV if entropies == "differentiable" else logits_nV.detach()
+    some = watched_nV.split(max(1, _ENTROPY_AT_ONCE // logits_nV.shape[1]))
+    return logp_n, torch.cat([entropy(logits, temperature) for logits in some]), also_nM
 
 
 def _head(
@@ -227,16 +262,7 @@ def _head(
         if look is not None and start not in shown:
             shown.add(start)
             look(start, logits_nV.detach())
-        if support is not None:
-            kept_nV = support.mask(start, start + len(token_n), len(weight_VE), logits_nV.device)
-            logits_nV = truncated(logits_nV, kept_nV)
-        logp_n = kernels.token_logprob(logits_nV, token_n, temperature)
-        also_nM = None if also is None else also(start, logits_nV)
-        if not entropies:
-            return logp_n, None, also_nM
-        watched_nV = logits_nV if entropies == "differentiable" else logits_nV.detach()
-        some = watched_nV.split(max(1, _ENTROPY_AT_ONCE // len(weight_VE)))
-        return logp_n, torch.cat([entropy(logits, temperature) for logits in some]), also_nM
+        return _of_logits(start, logits_nV, token_n, temperature, entropies, support, also, kernels.token_logprob)
 
     parts = -(-len(token_N) * len(weight_VE) // _LOGITS_AT_ONCE)
     if parts <= 1 or isinstance(kernels, Traced):  # who takes notes sees each operation once
@@ -286,7 +312,7 @@ def score(
 class Scorer:
     """How one policy that every rank holds whole scores a batch. ``micro_batch_tokens``: as in ``score``."""
 
-    model: Decoder
+    model: Decoder | TransformersPolicy
     kernels: Kernels
     temperature: float
     micro_batch_tokens: int
@@ -325,7 +351,7 @@ def scatter(values_N: Tensor, mask_BR: Tensor) -> Tensor:
 
 
 class ReferencePolicy:
-    """A frozen policy. ``version``: the learner's version that it is a copy of; -1 before the first ``take``.
+    """A frozen policy, in ``copies``. ``version``: the learner's version that it is of; -1 before the first ``take``.
 
     ``teacher``: the digest of the weights where it is another model, which it stays; None: it is the policy's copy.
     ``refresh_every``: optimiser steps after which it is taken anew; None: never. ``refreshes``: how often it was.
@@ -334,18 +360,17 @@ class ReferencePolicy:
 
     def __init__(
         self,
-        config: ModelConfig,
+        copies: CopiedPolicy | CopiedTransformers,
         kernels: Kernels,
         *,
         temperature: float,
         micro_batch_tokens: int,
         refresh_every: int | None = None,
         teacher: str | None = None,
-        device: torch.device | str = "cpu",
         ranks: Ranks = ALONE,
     ) -> None:
         self.kernels, self.refresh_every, self.teacher = kernels, refresh_every, teacher
-        self._copies = CopiedPolicy(config, kernels, device, "reference")
+        self._copies = copies
         self._scorer = Scorer(self._copies.decoder, kernels, temperature, micro_batch_tokens, ranks)
         self.version, self.refreshes = -1, 0
 
@@ -380,6 +405,7 @@ class ReferencePolicy:
         if self.version < 0:
             raise RuntimeError("the reference holds no weights yet: take it first")
         model, position_N = self._copies.decoder, sequences.response_tokens()[0]
+        assert isinstance(model, Decoder)
         packed = Packed.of(sequences)
         with torch.no_grad():
             hidden_ME = packed.hidden(model, self.kernels)

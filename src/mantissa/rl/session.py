@@ -188,7 +188,7 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
                 live.note(f"products {parts.precision.products}; which library has which shape: environment.json")
             if parts.model.config.weights_note:
                 live.note(f"weights {parts.model.config.weights_note}")
-            for line in parts.plan.lines() if parts.plan else ():
+            for line in parts.exact:
                 live.note(f"exact: {line}")
             if parts.twin is not None:
                 live.note(parts.twin.line)
@@ -236,7 +236,7 @@ def environment_of(parts: Parts) -> dict[str, Any]:
     for row in rows:
         row["evidence"] = parts.evidence.get(row["role"], "")
     guards = list(parts.sampler.grader.notes)
-    exact = {"exact": parts.plan.lines()} if parts.plan else {}
+    exact = {"exact": lines} if (lines := parts.exact) else {}
     products = {} if parts.precision.products is None else {"products": parts.precision.products.record()}
     weights = {"weights": note} if (note := parts.model.config.weights_note) else {}
     device, ranks = str(parts.device), parts.ranks

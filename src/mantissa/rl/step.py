@@ -25,7 +25,6 @@ from mantissa.algorithms import values
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import is_full
 from mantissa.mismatch.metrics import gap_metrics
-from mantissa.model import save_model
 from mantissa.precision.numerics import masked_mean
 from mantissa.rl.collect.batch import Batch, Collector
 from mantissa.rl.collect.sampler import success_rates
@@ -338,7 +337,7 @@ def export(run: Run) -> None:
     weights = run.ranks.whole(run.learner.weights) if run.ranks.sharded else None
     if run.ranks.rank0:
         run.base.export()
-        save_model(run.parts.model, run.parts.tokenizer, run.folder.policy_path, weights=weights)
+        run.parts.save(run.folder.policy_path, weights)
 
 
 def open_source(run: Run) -> SyncSource:

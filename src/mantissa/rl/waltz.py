@@ -71,7 +71,10 @@ def assemble_two(config: RunConfig, ranks: Ranks = ALONE, products: CpuProducts 
         parts.close()
         raise
     if config.model.path is not None and config.model.path == other.model.path:
-        _share_base(parts.model, parts.beside[_OTHER].model)
+        mine, other = parts.model, parts.beside[_OTHER].model
+        assert isinstance(mine, Decoder)
+        assert isinstance(other, Decoder)
+        _share_base(mine, other)
     return parts
 
 

@@ -10,19 +10,39 @@ Legend: B rows, P prompt tokens, R response tokens, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from mantissa.adopted import Adopted
 from mantissa.base.errors import MantissaError
+from mantissa.base.files import atomic_folder
 from mantissa.kernels import ResolvedRole
-from mantissa.precision import BF16, FP16, FP32
-from mantissa.rollout.sampling import Completion, FinishReason, Request, SamplingParams, request_keys, sample, uniforms
+from mantissa.model import Tokenizer
+from mantissa.precision import BF16, FP16, FP32, NumberFormat
+from mantissa.precision.numerics import token_logprob
+from mantissa.rollout.generation import StopStrings
+from mantissa.rollout.most_probable import MostProbable, most_probable
+from mantissa.rollout.sampling import (
+    Completion,
+    FinishReason,
+    Request,
+    SamplingParams,
+    filter_logits,
+    request_keys,
+    sample,
+    uniforms,
+)
+from mantissa.rollout.support import Support, encode
 
 
 def load_transformers(folder: Path) -> Any:
@@ -35,22 +55,38 @@ def load_transformers(folder: Path) -> Any:
         from transformers import AutoModelForCausalLM
     except ImportError:
         raise MantissaError("transformers is not installed; pip install 'mantissa-rl[train]'") from None
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True, local_files_only=True
-        ).eval()
+        with _quietly():
+            return AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True, local_files_only=True
+            ).eval()
     except Exception as error:
         first = next(iter(str(error).splitlines()), "")
         raise MantissaError(
             f"{folder}: transformers does not load it ({type(error).__name__}: {first:.200})"
         ) from error
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Within this, transformers draws no bars of progress, and torchao, which it imports, says nothing of itself."""
+    from transformers.utils import logging as bars
+
+    shown, others = bars.is_progress_bar_enabled(), [logging.getLogger(name) for name in _LOUD]
+    levels = [logger.level for logger in others]
+    bars.disable_progress_bar()
+    for logger in others:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
     finally:
+        for logger, level in zip(others, levels, strict=True):
+            logger.setLevel(level)
         if shown:
-            logging.enable_progress_bar()
+            bars.enable_progress_bar()
+
+
+_LOUD = ("torchao", "torch.utils._pytree")  # loggers that speak where torchao is imported
 
 
 def positions_of(model: Any) -> int:
@@ -75,14 +111,103 @@ def in_role(model: Any, role: ResolvedRole) -> Any:
     return model
 
 
+def logprob_on(device: torch.device) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """Log-probs of tokens in one order for every row: on a GPU torch's own sums depend on how a row lies."""
+    if device.type != "cuda":
+        return token_logprob
+    from mantissa.kernels.triton import rows
+
+    return rows.token_logprob
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the loop asks of a policy's configuration."""
+
+    vocab_size: int
+    num_hidden_layers: int
+    max_position_embeddings: int
+    text_config: Any  # transformers' own
+    weights_note: str = ""
+
+
+class TransformersPolicy(nn.Module):
+    """A policy by transformers' own code, in the place of our decoder: fp32 masters, computed in ``fmt``.
+
+    ``adopted``: by whose exact kernels it computes; None: by torch's own, its parameters cast where they are used, so
+    that its numbers are those of the model loaded in that format.
+    """
+
+    lora = None  # adapters of ours are for our decoder
+
+    def __init__(self, model: Any, fmt: NumberFormat, adopted: Adopted | None = None) -> None:
+        super().__init__()
+        self.model, self.format, self.adopted = model.eval(), fmt, adopted
+        text = model.config.get_text_config()
+        self.config = Shape(text.vocab_size, text.num_hidden_layers, positions_of(model), model.config)
+
+    def forward(self, **given: Any) -> Any:
+        """As the model's own."""
+        if self.adopted is not None or self.format is FP32:
+            return self.model(**given)
+        cast = {
+            name: parameter.to(self.format.dtype) if parameter.is_floating_point() else parameter
+            for name, parameter in self.model.named_parameters()
+        }
+        return functional_call(self.model, cast, (), given)
+
+
+class CopiedTransformers:
+    """A policy that does not train: a copy of ``policy`` in ``fmt``, of the masters that ``take`` is given.
+
+    Of an adopted policy the copy computes by the same exact kernels.
+    """
+
+    def __init__(self, policy: TransformersPolicy, fmt: NumberFormat) -> None:
+        model = copy.deepcopy(policy.model).requires_grad_(False)
+        self.decoder = TransformersPolicy(model, fmt, policy.adopted)
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """What is kept, by parameter name: fp32, rounded where it is used."""
+        return {name: parameter.detach() for name, parameter in self.decoder.named_parameters()}
+
+    @torch.no_grad()
+    def take(self, masters: Mapping[str, Tensor]) -> None:
+        """Become a copy of the policy with these masters. ``MantissaError``: one that is not finite."""
+        taken(self.weights, masters, "reference")
+
+    def make_room(self, tensors: Mapping[str, Tensor]) -> None:
+        """There is room."""
+
+
+@torch.no_grad()
+def taken(kept: Mapping[str, Tensor], masters: Mapping[str, Tensor], who: str) -> None:
+    """Copy masters, each rounded once to the dtype of what is kept. ``MantissaError``: other names, or not finite."""
+    if set(masters) != set(kept):
+        raise MantissaError(f"{who}: expected the {len(kept)} weights of the policy, got {len(masters)}")
+    for name, master in masters.items():
+        kept[name].copy_(master)
+        if not bool(kept[name].isfinite().all()):
+            finite = bool(master.isfinite().all())
+            why = f"{kept[name].dtype} has no such value" if finite else "training diverged"
+            raise MantissaError(f"{who}: weight {name} holds values that are not finite: {why}")
+
+
 class TransformersEngine:
     """Samples from ``model`` as it is at that moment, a learner's own too; with ``adopted`` by its exact kernels.
 
-    ``slots``: rows at a time.
+    ``slots``: rows at a time. ``decode_text``: for stop strings.
     """
 
-    def __init__(self, model: Any, adopted: Adopted | None = None, slots: int = 64) -> None:
-        self.model, self.adopted, self.slots = model, adopted, slots
+    def __init__(
+        self,
+        model: Any,
+        adopted: Adopted | None = None,
+        slots: int = 64,
+        decode_text: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        self.model, self.adopted, self.slots, self.decode_text = model, adopted, slots, decode_text
         self.device = next(model.parameters()).device
         self.version = 0  # of the weights, as their owner counts
         forwards = (vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind))
@@ -90,13 +215,10 @@ class TransformersEngine:
         self._last = {"logits_to_keep": 1} if "logits_to_keep" in forward else {}
 
     def generate(self, requests: Sequence[Request], params: SamplingParams, version: int) -> list[list[Completion]]:
-        """Completions of each request, in order, under the weights of ``version``. ``MantissaError``: stop strings, a
-        filter or the most probable tokens are asked for, or a log-prob is not finite."""
-        if params.stop or params.most_probable or params.truncates:
-            raise MantissaError(
-                "stop strings, top_k, top_p and the most probable tokens are not kept where transformers samples; "
-                "leave them out"
-            )
+        """Completions of each request, in order, under the weights of ``version``. ``MantissaError``: a log-prob is
+        not finite, or there are stop strings and nothing decodes text."""
+        if params.stop and self.decode_text is None:
+            raise MantissaError("stop strings need the tokenizer: give the engine decode_text")
         prompts = [request.prompt_tokens for request in requests for _ in range(request.samples)]
         keys = request_keys(requests)
         completions: list[Completion] = []
@@ -113,38 +235,125 @@ class TransformersEngine:
     ) -> list[Completion]:
         tokens_BP, mask = _padded(prompts, self.device)
         fed, cache, keys_B = tokens_BP, None, keys_B.to(self.device)
-        drawn: list[tuple[Tensor, Tensor]] = []
-        stops = torch.tensor(params.stop_token_ids, dtype=torch.long, device=self.device)
-        running_B = torch.ones(len(prompts), dtype=torch.bool, device=self.device)
+        rows = [_Row(params, self.decode_text) for _ in prompts]
         for at in range(params.max_tokens):
             positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -fed.shape[1] :]
             out = self.model(
                 input_ids=fed, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
                 **self._last,
             )  # fmt: skip
-            uniform_B = uniforms(keys_B, torch.full_like(keys_B, at))
-            token_B, logp_B = sample(out.logits[:, -1].float(), params, uniform_B)
-            if not bool(logp_B[running_B].isfinite().all()):
-                raise MantissaError(
-                    f"token {at + 1} of a completion has a log-prob that is not finite; look at the model"
-                )
-            drawn.append((token_B.cpu(), logp_B.cpu()))
-            running_B &= ~torch.isin(token_B, stops)
-            if not bool(running_B.any()):
+            token_B = self._draw(rows, out.logits[:, -1].float(), params, uniforms(keys_B, torch.full_like(keys_B, at)))
+            if all(row.reason for row in rows):
                 break
             fed, cache, mask = token_B.unsqueeze(1), out.past_key_values, torch.cat((mask, mask[:, :1] * 0 + 1), 1)
-        return [_completion(row, drawn, params, version, int(key)) for row, key in enumerate(keys_B.tolist())]
+        return [row.completion(version, key) for row, key in zip(rows, keys_B.tolist(), strict=True)]
+
+    def _draw(self, rows: Sequence[_Row], logits_BV: Tensor, params: SamplingParams, uniform_B: Tensor) -> Tensor:
+        """A token of each row, taken by those that are not finished."""
+        kept_BV = filter_logits(logits_BV, params)
+        unfiltered = replace(params, top_k=0, top_p=1.0)
+        token_B, logp_B = sample(kept_BV, unfiltered, uniform_B, logprob_on(self.device))
+        supports: Sequence[Any] = [None] * len(rows)
+        tops: Sequence[Any] = supports
+        if params.temperature > 0:
+            supports = supports if kept_BV is logits_BV else encode(kept_BV != -torch.inf)
+            if params.most_probable:
+                tops = most_probable(kept_BV, params.temperature, params.most_probable).split([1] * len(rows))
+        given = zip(rows, token_B.tolist(), logp_B.tolist(), supports, tops, strict=True)
+        for row, token, logp, support, top in given:
+            if not row.reason:
+                row.take(token, logp, support, top)
+        return token_B
 
 
-def _completion(
-    row: int, drawn: Sequence[tuple[Tensor, Tensor]], params: SamplingParams, version: int, key: int
-) -> Completion:
-    tokens = [int(token_B[row]) for token_B, _ in drawn]
-    ends = [at for at, token in enumerate(tokens, start=1) if token in params.stop_token_ids]
-    count, reason = (ends[0], "stop") if ends else (len(tokens), "length")
-    finish: FinishReason = "stop" if reason == "stop" else "length"
-    logp_T = torch.stack([logp_B[row] for _, logp_B in drawn[:count]])
-    return Completion(tuple(tokens[:count]), logp_T, finish, version, key)
+class _Row:
+    """One completion on its way. ``reason``: why it ended; None: it goes on."""
+
+    def __init__(self, params: SamplingParams, decode_text: Callable[[Sequence[int]], str] | None) -> None:
+        self.params, self.reason = params, cast("FinishReason | None", None)
+        self.tokens: list[int] = []
+        self.logps: list[float] = []
+        self.supports: list[Any] = []
+        self.tops: list[Any] = []
+        self._strings = StopStrings(params.stop, decode_text) if params.stop and decode_text is not None else None
+
+    def take(self, token: int, logp: float, support: Any, top: Any) -> None:
+        """One more token. ``MantissaError`` where its log-prob is not finite."""
+        if not math.isfinite(logp):
+            raise MantissaError(
+                f"token {len(self.tokens) + 1} of a completion has a log-prob that is not finite; look at the model"
+            )
+        for values, value in zip((self.tokens, self.logps, self.supports, self.tops), (token, logp, support, top),
+                                 strict=True):  # fmt: skip
+            values.append(value)
+        stopped = token in self.params.stop_token_ids
+        if not stopped and self._strings is not None:
+            stopped = self._strings.completed(self.tokens)
+        if stopped:
+            self.reason = "stop"
+        elif len(self.tokens) == self.params.max_tokens:
+            self.reason = "length"
+
+    def completion(self, version: int, key: int) -> Completion:
+        assert self.reason is not None
+        return Completion(
+            tuple(self.tokens), torch.tensor(self.logps), self.reason, version, key,
+            support=None if self.supports[0] is None else Support.of(self.supports),
+            most_probable=None if self.tops[0] is None else MostProbable.join(self.tops),
+        )  # fmt: skip
+
+
+class PolicyEngine(TransformersEngine):
+    """The engine of a run whose policy is by transformers' code. See ``RolloutEngine``.
+
+    An adopted policy samples itself: nothing is copied. Else a copy in the format of ``role`` does, rounded once.
+    """
+
+    release, evidence = "", ""
+
+    def __init__(
+        self,
+        policy: TransformersPolicy,
+        role: ResolvedRole,
+        slots: int,
+        decode_text: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        own = policy.adopted is None
+        model = in_role(copy.deepcopy(policy.model), role) if own else policy.model
+        super().__init__(model, policy.adopted, slots, decode_text)
+        self._policy, self._copies, self.format = policy, own, role.active
+        self.version = -1
+
+    @property
+    def format_name(self) -> str:
+        """What it computes in."""
+        return self.format.name
+
+    def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Take the masters, each rounded once. ``MantissaError``: one that is not finite, or not in the format."""
+        self.version = -1
+        kept = self.model if self._copies else self._policy.model  # itself: what it is given is its own
+        taken({f"model.{name}": parameter for name, parameter in kept.named_parameters()}, weights, "sync")
+        self.version = version
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams, version: int) -> list[list[Completion]]:
+        """As the engine's, of the version that is loaded."""
+        if version != self.version:
+            raise MantissaError(f"asked for policy version {version}, and version {self.version} is loaded")
+        return super().generate(requests, params, version)
+
+    def pause(self) -> None:
+        """Nothing of it is memory that the learner could have."""
+
+    def close(self) -> None:
+        """It has no processes."""
+
+
+def save_transformers(policy: TransformersPolicy, tokenizer: Tokenizer, path: Path) -> None:
+    """Write a Hugging Face folder: config, weights in fp32, tokenizer. The old folder or the new one, no mixture."""
+    with atomic_folder(path) as temporary, _quietly():
+        tokenizer.save(temporary)
+        policy.model.save_pretrained(temporary)
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -99,7 +99,7 @@ def check_together(config: RunConfig) -> None:
     """Raise ``MantissaError`` at the first pair of fields that do not go together."""
     checks = [_precision_refusals, _rollout_refusals, _process_refusals]
     if config.rollout.engine != "native":
-        checks.insert(2, _vllm_refusals if config.rollout.engine == "vllm" else _emulated_refusals)
+        checks.insert(2, _REFUSALS[config.rollout.engine])
     if config.waltz is not None:
         checks.insert(0, waltz_refusals)
     policy, lora = config.precision, config.model.lora is not None
@@ -315,6 +315,44 @@ def _emulated_refusals(config: RunConfig) -> Refusals:
         "rollout.engine=emulated with precision.backend=native: its values are rounded in fp32; leave "
         "precision.backend out, or set rollout.engine=native",
     )
+
+
+def _transformers_refusals(config: RunConfig) -> Refusals:
+    """What a policy by transformers' own code does not have."""
+    policy, algorithm, rollout = config.precision, config.algorithm, config.rollout
+    formats = f"train={policy.train} and rollout={policy.rollout}"
+    refusals = (
+        (config.model.path is None, "model.fresh: it has no folder; give model.path"),
+        (config.model.lora is not None, "model.lora: these adapters are for our own decoder; leave it out"),
+        (config.nproc > 1, f"nproc={config.nproc}: it runs in one process; set nproc=1"),
+        (
+            rollout.max_policy_lag > 0,
+            f"rollout.max_policy_lag={rollout.max_policy_lag}: it samples in turn; set it to 0",
+        ),
+        (rollout.replay_routing is not None, "rollout.replay_routing: its experts are not told; leave it out"),
+        (config.waltz is not None, "waltz: two policies share a base of our own decoder; leave it out"),
+        (config.guard is not None, "guard: it does not change its format on the way; leave it out"),
+        (
+            algorithm.reference is not None and algorithm.reference.path is not None,
+            "algorithm.reference.path: its reference is a copy of itself; leave path out",
+        ),
+        (
+            policy.kernels == "exact" and policy.reference not in (None, policy.train),
+            f"precision.reference={policy.reference}: one adopted model has one format; leave it out",
+        ),
+        (algorithm.loss.of_teacher, f"algorithm.loss={algorithm.loss.kind}: a teacher's whole distributions"),
+        (algorithm.critic is not None, "algorithm.critic: its hidden states are not told; leave it out"),
+        (algorithm.loss.partition is not None, "algorithm.loss.partition: its hidden states are not told"),
+        (policy.logits != "fp32", f"precision.logits={policy.logits}: its head is its own; leave it out"),
+        (policy.kv_cache is not None, f"precision.kv_cache={policy.kv_cache}: its cache is its own; leave it out"),
+        (policy.backend != "auto", f"precision.backend={policy.backend}: its kernels are its own; leave it out"),
+        (policy.kernels == "exact" and policy.train != policy.rollout, f"{formats}: one adopted model has one format"),
+    )
+    for refused, why in refusals:
+        yield refused, f"rollout.engine=transformers with {why}, or set rollout.engine=native"
+
+
+_REFUSALS = {"vllm": _vllm_refusals, "emulated": _emulated_refusals, "transformers": _transformers_refusals}
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, nproc: int | None = None) -> RunConfig:

@@ -86,10 +86,11 @@ class RolloutConfig(Config):
     )
     stop: tuple[str, ...] = Field((), description="Strings that end a completion, besides the end token.")
     slots: int = Field(256, ge=1, description="Rows decoded together; a finished row is refilled from the queue.")
-    engine: Literal["native", "vllm", "emulated"] = Field(
+    engine: Literal["native", "vllm", "emulated", "transformers"] = Field(
         "native",
         description="vllm: in processes of its own, its kernels' gap measured; needs vllm installed. emulated: our "
-        "own, with a serving engine's roundings.",
+        "own, with a serving engine's roundings. transformers: any causal language model of transformers by its own "
+        "code, on both sides; with precision.kernels=exact adopted (docs/adopt.md).",
     )
     emulate: Emulation | None = Field(
         None, description="Only with engine=emulated: serving (what null stands for there), or switches by name."

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import WAYS, ExactPlan, Planned, Way
+from mantissa.model import Decoder
 from mantissa.rl.collect.sampler import Sampler
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.exact.replay import Case, examine, unequal, write_case
@@ -38,6 +39,7 @@ from mantissa.rl.probes import Metrics, Probe, SampleAgain
 from mantissa.rl.score import OnTokenLogits, ReferencePolicy
 from mantissa.rollout import Call, NativeEngine, Request
 from mantissa.rollout.sampling import drawn_otherwise, uniforms
+from mantissa.rollout.transformers import PolicyEngine
 
 
 @dataclass(frozen=True)
@@ -74,19 +76,22 @@ class Exactness(Probe):
         folder: Path,
         note: Callable[[str], None],
     ) -> None:
-        assert isinstance(sampler.engine, NativeEngine)
+        assert isinstance(sampler.engine, NativeEngine | PolicyEngine)
         self.precision = config.precision.of_layers(learner.model.config.num_hidden_layers)
         self.steps, self.folder, self.note = config.steps, folder, note
         self.params = sampler.params_of(config.rollout)
         self.learner, self.engine, self.replan = learner, sampler.engine, replan
         others = [] if reference is None else [reference.kernels]
-        every = (self.learner.kernels, self.engine.kernels, *others)
-        self.kernels = [kernels for kernels in every if isinstance(kernels, Planned)]
+        self.kernels: list[Planned] = []
+        if isinstance(self.engine, NativeEngine):
+            every = (self.learner.kernels, self.engine.kernels, *others)
+            self.kernels = [kernels for kernels in every if isinstance(kernels, Planned)]
+            self.engine.keeps_calls = True
         self.replans = 0
         self.unlike: int | None = None
         # A sum of gradients must not depend on whether its step was checked.
         self.learner.reuse_scoring &= (self.precision.check_every or 1) == 1
-        self.engine.keeps_calls, self.learner.verify = True, self.verify
+        self.learner.verify = self.verify
 
     def due(self, step: int) -> bool:
         """Whether ``step`` is checked: the first one, every ``check_every``-th after it, and the last."""
@@ -207,6 +212,9 @@ class Exactness(Probe):
         The rank that sampled it replays it; where no rank holds whole weights, the first one writes the file alone.
         """
         ranks, learner = self.learner.ranks, self.learner
+        if not isinstance(self.engine, NativeEngine):  # whose calls are kept, and whose steps can be traced
+            return what
+        assert isinstance(learner.model, Decoder)
         case = self._case(experience, row)
         owners = ranks.gather(case.key is not None)
         actor = owners.index(True) if any(owners) and not ranks.sharded else 0
@@ -239,6 +247,7 @@ class Exactness(Probe):
         key = None if experience.key_B is None else int(experience.key_B[row])
         params = replace(self.params, max_tokens=len(response))
         call, job, found = Call((Request(prompt, 0),), params, (response,)), 0, None
+        assert isinstance(self.engine, NativeEngine)
         for known in self.engine.calls:
             for number, (other, answer) in enumerate(zip(known.keys, known.tokens, strict=True)):
                 if (other, answer) == (key, response):
