@@ -137,8 +137,7 @@ class ToyEngine:
     def close(self): ...
 ''',
     )
-    copy.edit("rl/config/sections.py", 'engine: Literal["native", "vllm", "emulated"]',
-              'engine: Literal["native", "vllm", "emulated", "toy"]')  # fmt: skip
+    copy.edit("rl/config/sections.py", 'engine: Literal["native", ', 'engine: Literal["native", "toy", ')
     copy.edit("rl/assemble.py", "    return NativeEngine(\n        model,",
               '    if rollout.engine == "toy":\n        from mantissa.rollout.toy import ToyEngine\n\n'
               "        return ToyEngine()\n    return NativeEngine(\n        model,")  # fmt: skip

@@ -98,8 +98,8 @@ class RunConfig(Config):
 def check_together(config: RunConfig) -> None:
     """Raise ``MantissaError`` at the first pair of fields that do not go together."""
     checks = [_precision_refusals, _rollout_refusals, _process_refusals]
-    if config.rollout.engine != "native":
-        checks.insert(2, _REFUSALS[config.rollout.engine])
+    if (lacking := _LACKING.get(config.rollout.engine)) is not None:
+        checks.insert(2, lacking)
     if config.waltz is not None:
         checks.insert(0, waltz_refusals)
     policy, lora = config.precision, config.model.lora is not None
@@ -352,7 +352,8 @@ def _transformers_refusals(config: RunConfig) -> Refusals:
         yield refused, f"rollout.engine=transformers with {why}, or set rollout.engine=native"
 
 
-_REFUSALS = {"vllm": _vllm_refusals, "emulated": _emulated_refusals, "transformers": _transformers_refusals}
+# Of the engines that lack something; one that does all that a recipe can ask has no entry.
+_LACKING = {"vllm": _vllm_refusals, "emulated": _emulated_refusals, "transformers": _transformers_refusals}
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, nproc: int | None = None) -> RunConfig:
