@@ -54,9 +54,19 @@ def test_what_a_killed_create_leaves_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "run.lock").write_text("process 1 on elsewhere\n")
     (tmp_path / "environment.json").write_text("{}")
     (tmp_path / "rollouts").mkdir()
-    temporary_beside(tmp_path / "config.yaml").touch()
+    for name in ("environment.json", "config.yaml"):
+        temporary_beside(tmp_path / name).touch()
     with RunDirectory.create(tmp_path, CONFIG, {"device": "cpu"}) as run:
         assert run.environment == {"device": "cpu"}
+    assert not list(tmp_path.rglob(".*.tmp"))
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "policy", "rollouts/step-1.parquet", "checkpoints/step-1"])
+def test_what_a_killed_run_leaves_is_gone_once_it_goes_on(name: str, tmp_path: Path) -> None:
+    RunDirectory.create(tmp_path, CONFIG, {}).close()
+    temporary_beside(tmp_path / name).mkdir()
+    RunDirectory.open(tmp_path, write=True).close()
+    assert not list(tmp_path.rglob(".*.tmp"))
 
 
 def test_a_recipe_that_cannot_be_read_is_said(tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ class RunDirectory:
         try:
             run._refuse_unless_free()  # another process may have been faster
             run._refuse_links()
+            run._sweep()
             write_atomically(run.path / "environment.json", json.dumps(environment, indent=2) + "\n")
             with disk_errors(run.path):
                 for name in ("rollouts", "checkpoints"):
@@ -117,8 +118,7 @@ class RunDirectory:
         if write:
             run._refuse_links()
             run._take_lock()
-            for folder in (run.path, run.path / "rollouts", run.path / "checkpoints"):
-                remove_leftovers(folder)
+            run._sweep()
         return run
 
     def inner(self, config: Mapping[str, Any], environment: Mapping[str, Any]) -> RunDirectory:
@@ -320,6 +320,12 @@ class RunDirectory:
         strange = sorted(names - _BEFORE_CONFIG - empty)
         if strange:
             raise MantissaError(f"{self.path} is not empty and not a run (it has {strange[0]}); choose another run_dir")
+
+    def _sweep(self) -> None:
+        """Delete the temporaries of killed writers: one that was killed before ``config.yaml`` left some as well."""
+        self._require_lock()
+        for folder in (self.path, self.path / "rollouts", self.path / "checkpoints"):
+            remove_leftovers(folder)
 
     def _refuse_links(self) -> None:
         """What lies in the folders of a run is written and deleted; behind a link it would be someone else's."""
