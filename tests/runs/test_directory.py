@@ -69,6 +69,18 @@ def test_what_a_killed_run_leaves_is_gone_once_it_goes_on(name: str, tmp_path: P
     assert not list(tmp_path.rglob(".*.tmp"))
 
 
+def test_a_reader_sweeps_only_where_nobody_writes(tmp_path: Path) -> None:
+    left = temporary_beside(tmp_path / "report.html")
+    with RunDirectory.create(tmp_path, CONFIG, {}):
+        left.touch()
+        RunDirectory.open(tmp_path).sweep()
+        assert left.exists()
+    reader = RunDirectory.open(tmp_path)
+    reader.sweep()
+    assert not left.exists()
+    RunDirectory.open(tmp_path, write=True).close()  # it has given the lock back
+
+
 def test_a_recipe_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     """Folders that hold no run, or that no run can be made in: tests/cli/errors.txt."""
     for text, said in (

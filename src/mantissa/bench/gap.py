@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mantissa.adopted import adopt
 from mantissa.base.errors import MantissaError
-from mantissa.base.files import own
+from mantissa.base.files import own, remove_leftovers
 from mantissa.base.provenance import stamp
 from mantissa.base.ranks import be_deterministic
 from mantissa.base.seeds import derive_seed
@@ -177,6 +177,8 @@ def run_gap(config: GapConfig, say: Callable[[str], None]) -> GapResult:
     bench = kind(config, model, tokenizer, encode(texts, tokenizer, positions, config))
     # The page comes last, so rows without one are what a killed measurement left: they are written anew.
     result = GapResult(new_folder(own(run / FOLDER) if run else config.out, "gap", PAGE))
+    if run:
+        remove_leftovers(result.folder)  # which is this command's alone
     for number, (name, (policy, emulation)) in enumerate(policies.items(), start=1):
         say(f"{name} ({number} of {len(policies)})")
         try:

@@ -12,4 +12,6 @@ def report(run: Run) -> None:
     from mantissa.runs.directory import RunDirectory
     from mantissa.runs.report import build_report
 
-    typer.echo(f"report: {build_report(RunDirectory.open(run))}")
+    folder = RunDirectory.open(run)
+    folder.sweep()  # of an earlier report that was killed
+    typer.echo(f"report: {build_report(folder)}")

@@ -121,6 +121,18 @@ class RunDirectory:
             run._sweep()
         return run
 
+    def sweep(self) -> None:
+        """Delete what killed writers left, unless a run is being written here, whose temporaries are at work."""
+        try:
+            self._take_lock()
+        except MantissaError:
+            return
+        try:
+            self._refuse_links()
+            self._sweep()
+        finally:
+            self.close()
+
     def inner(self, config: Mapping[str, Any], environment: Mapping[str, Any]) -> RunDirectory:
         """The run of the second policy, inside this one's folder: opened to be written, or made."""
         path = self.path / "feedback"
