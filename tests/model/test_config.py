@@ -23,7 +23,7 @@ from mantissa.model import (
     load_model,
     save_model,
 )
-from mantissa.model.config import ExpertsShape, config_fields, parse_config, read_config
+from mantissa.model.config import ExpertsShape, OtherFamilyError, config_fields, parse_config, read_config
 from mantissa.precision import FP32
 
 # What the published files say, reduced to the keys that matter here.
@@ -191,6 +191,21 @@ def test_what_would_change_the_numbers_is_refused_by_name(settings: dict[str, An
     assert str(caught.value).startswith("config.json: ")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_only_a_whole_model_of_another_definition_is_of_another_family() -> None:
+    """By that type, and no sentence, callers tell who may hear that transformers' own code runs it."""
+    others = {"model_type": "mistral", "hidden_act": "gelu", "final_logit_softcapping": 30.0, "logits_scaling": 8.0}
+    others |= {"use_sliding_window": True, "rope_scaling": {"type": "yarn", "factor": 4.0}}
+    for key, value in others.items():
+        with pytest.raises(OtherFamilyError, match=rf"config\.json: .*{'type' if key == 'rope_scaling' else key}"):
+            parse(changed(QWEN25_HALF_BILLION, **{key: value}))
+    damaged = {"model_type": [], "hidden_act": 5, "rope_scaling": {"type": 3}, "hidden_size": None, "num_experts": 8}
+    damaged |= {"quantization_config": {}, "auto_map": {"AutoModelForCausalLM": "modeling.X"}, "text_config": {}}
+    for key, value in damaged.items():
+        with pytest.raises(MantissaError) as caught:
+            parse(changed(QWEN25_HALF_BILLION, **{key: value}))
+        assert type(caught.value) is MantissaError, key
 
 
 def test_a_file_that_is_missing_or_no_json_is_one_clear_error(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from killable import Server
 from mantissa.base.errors import MantissaError
 from mantissa.model import byte_tokenizer
 from mantissa.rl import RunConfig, make_config, resume, start
+from mantissa.rl.adapters import open_any
 from mantissa.rl.config.run import apply_overrides
 from mantissa.runs.directory import RunDirectory
 from small_run import contents, rows_of, stopped
@@ -150,6 +151,18 @@ def test_killed_at_any_moment_it_goes_on_bit_for_bit(folders: Path, tmp_path: Pa
 def test_what_it_does_not_have_is_refused(folders: Path, overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(MantissaError, match=message):
         configured(folders / "gpt_oss", *overrides)
+
+
+@pytest.mark.parametrize(
+    "content", ["{", '{"model_type": null}', '{"model_type": "llama"}', '{"model_type": "llama", "hidden_size": "x"}']
+)
+def test_a_damaged_configuration_is_not_told_to_change_its_engine(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    for attempt in (lambda: start(configured(tmp_path, "rollout.engine=native")), lambda: open_any(str(tmp_path))):
+        with pytest.raises(MantissaError) as caught:
+            attempt()
+        assert "config.json" in str(caught.value)
+        assert "transformers" not in str(caught.value)
 
 
 def test_what_cannot_be_exact_or_computed_is_refused_before_a_folder_is_made(folders: Path, tmp_path: Path) -> None:

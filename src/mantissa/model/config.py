@@ -53,6 +53,13 @@ _FAMILIES = f"{', '.join(FAMILIES[:-1])} or {FAMILIES[-1]}"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # what adapters may adapt
 
 
+class OtherFamilyError(MantissaError):
+    """A model of a family, or of a variant of one, that our decoder does not know: transformers' own code may run it.
+
+    A configuration that is damaged, or that nothing here may run, is a plain ``MantissaError``.
+    """
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """How rotary frequencies are stretched. ``linear``: all divided by ``factor``. ``llama3``: only the slow ones.
@@ -265,10 +272,13 @@ _QWEN3_HEAD_DIM = 128  # likewise for qwen3 and head_dim
 # Settings of other definitions: named here because a file that has them asks for numbers we would not produce. The
 # last line names other files, other settings and other names of settings, which transformers would read instead.
 _UNSUPPORTED = str.split("""
-    quantization_config compression_config attn_logit_softcapping final_logit_softcapping logit_scale logits_scaling
-    residual_multiplier embedding_multiplier attention_multiplier per_layer_config no_rope_layers attention_chunk_size
-    kv_sharing_modes
+    quantization_config compression_config
     configuration_files transformers_weights text_config decoder generator attribute_map _rope_type_labels
+""")
+# Likewise, but of whole definitions, which transformers has code for.
+_VARIANTS = str.split("""
+    attn_logit_softcapping final_logit_softcapping logit_scale logits_scaling residual_multiplier embedding_multiplier
+    attention_multiplier per_layer_config no_rope_layers attention_chunk_size kv_sharing_modes
 """)
 # Fields of ``ModelConfig`` that a file has under the same name.
 _WRITTEN = str.split("""
@@ -280,8 +290,8 @@ _WRITTEN = str.split("""
 def read_config(path: Path | str) -> ModelConfig:
     """The decoder's shape from ``config.json``, given the file or its folder.
 
-    Raises ``MantissaError``: file or key missing, a value of the wrong type, a family other than those above, or a
-    setting that this decoder does not implement.
+    Raises ``MantissaError``: file or key missing, a value of the wrong type, or a setting that nothing here runs; and
+    ``OtherFamilyError``: a family other than those above, or a variant that this decoder does not implement.
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
@@ -367,6 +377,9 @@ class Fields:
     def error(self, message: str) -> MantissaError:
         return MantissaError(f"{self.where}: {message}")
 
+    def other(self, message: str) -> OtherFamilyError:
+        return OtherFamilyError(f"{self.where}: {message}")
+
     def required(self, key: str) -> Any:
         if self.raw.get(key) is None:
             raise self.error(f"{key} is missing; expected {self.what}")
@@ -400,7 +413,8 @@ class Fields:
 def _family(fields: Fields) -> Family:
     name = fields.required("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise fields.error(
+        said = fields.other if isinstance(name, str) else fields.error
+        raise said(
             f"model_type {name!r} is not supported; expected one of {', '.join(FAMILIES)}{nearest(str(name), FAMILIES)}"
         )
     return next(family for family in FAMILIES if family == name)
@@ -454,12 +468,14 @@ def _refuse_unsupported(fields: Fields) -> None:
                 raise fields.error(
                     f"{key} is set, and a {raw.get('model_type')} has no experts; did you mean qwen3_moe?"
                 )
-    for key in _UNSUPPORTED:
+    for key in (*_UNSUPPORTED, *_VARIANTS):
         if raw.get(key) is not None:
-            raise fields.error(f"{key} is set, which this decoder does not implement; use a plain, unquantised model")
+            why = f"{key} is set, which this decoder does not implement; use a plain, unquantised model"
+            raise fields.error(why) if key in _UNSUPPORTED else fields.other(why)
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):  # one function, two names
-        raise fields.error(f"hidden_act {activation!r} is not supported; expected 'silu'")
+        said = fields.other if isinstance(activation, str) else fields.error
+        raise said(f"hidden_act {activation!r} is not supported; expected 'silu'")
     if raw.get("pretraining_tp", 1) not in (None, 1):
         raise fields.error(f"pretraining_tp={raw['pretraining_tp']}: only 1 is supported")
     layer_types = raw.get("layer_types") or []
@@ -468,7 +484,7 @@ def _refuse_unsupported(fields: Fields) -> None:
     other = sorted({str(kind) for kind in layer_types} - {"full_attention"})
     if other or _slides(raw):
         kinds = f"layer_types has {', '.join(other)}" if other else _WINDOW[raw.get("model_type") == "llama"]
-        raise fields.error(f"{kinds}, but only full attention is supported; sliding windows would change the numbers")
+        raise fields.other(f"{kinds}, but only full attention is supported; sliding windows would change the numbers")
     if layer_types and len(layer_types) != raw.get("num_hidden_layers"):
         raise fields.error(f"layer_types has {len(layer_types)} entries for {raw.get('num_hidden_layers')} layers")
     if raw.get("is_causal", True) is not True:
@@ -510,7 +526,7 @@ def _rotary(fields: Fields) -> tuple[float, RopeScaling | None]:
             raise fields.error(f"{key} has settings for {nested!r} alone; expected one for all layers")
     for table in (fields.raw, *tables.values()):
         if table.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
-            raise fields.error(
+            raise fields.other(
                 "partial_rotary_factor below 1 is not supported; every feature of a head is rotated here"
             )
     base = Fields({"rope_theta": _theta(fields, tables)}, fields.where).positive("rope_theta")
@@ -542,7 +558,8 @@ def _scaling(table: Mapping[str, Any], fields: Fields) -> RopeScaling | None:
     if kind == "linear":
         return RopeScaling("linear", inner.positive("factor"))
     if kind != "llama3":
-        raise fields.error(f"rotary scaling of type {kind!r} is not supported; expected default, linear or llama3")
+        said = fields.other if isinstance(kind, str) else fields.error
+        raise said(f"rotary scaling of type {kind!r} is not supported; expected default, linear or llama3")
     low, high = inner.positive("low_freq_factor"), inner.positive("high_freq_factor")
     if high <= low:
         raise inner.error(f"high_freq_factor={high} must be above low_freq_factor={low}")

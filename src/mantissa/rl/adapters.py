@@ -34,7 +34,7 @@ from mantissa.model import (
     save_model,
     training_base,
 )
-from mantissa.model.config import read_config
+from mantissa.model.config import OtherFamilyError, read_config
 from mantissa.rl.config.sections import ModelSource
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import load_weights
@@ -70,14 +70,14 @@ def open_policy(path: str, lora: LoraConfig | None, seed: int) -> tuple[Decoder,
 
 def open_any(path: str) -> tuple[Any, Tokenizer, str]:
     """The policy that ``path`` names, its tokenizer, and ""; or a causal language model of transformers, by its own
-    code, and why our decoder does not take it. ``MantissaError``: neither."""
+    code, and why our decoder does not take it. ``MantissaError``: neither, or a folder that is damaged."""
     from mantissa.rollout.transformers import load_transformers
 
     folder = find_model(path, weights=False)
     try:
         if folder.is_dir() and not is_adapter(folder):
             read_config(folder)
-    except MantissaError as ours:
+    except OtherFamilyError as ours:
         try:
             model = load_transformers(find_model(path))
         except MantissaError as theirs:

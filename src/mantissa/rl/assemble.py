@@ -41,7 +41,7 @@ from mantissa.model import (
     policy_weights,
     save_model,
 )
-from mantissa.model.config import read_config
+from mantissa.model.config import OtherFamilyError
 from mantissa.model.decoder import place
 from mantissa.precision import E4M3
 from mantissa.precision.policy import Backend
@@ -365,13 +365,10 @@ def _check_bill(config: RunConfig) -> None:
 def load_policy(source: ModelSource, task: Task, seed: int) -> tuple[Decoder, Tokenizer]:
     """The policy's fp32 masters, adapters attached where the recipe asks for them, and its tokenizer."""
     if source.path is not None:
-        path = policy_folder(source.path)
-        if (Path(path) / "config.json").is_file():
-            try:
-                read_config(Path(path))
-            except MantissaError as error:
-                raise MantissaError(f"{error}; rollout.engine=transformers runs it by transformers' own code") from None
-        return open_policy(path, source.lora, seed)
+        try:
+            return open_policy(policy_folder(source.path), source.lora, seed)
+        except OtherFamilyError as error:
+            raise MantissaError(f"{error}; rollout.engine=transformers runs it by transformers' own code") from None
     assert source.fresh is not None  # the configuration's own check
     tokenizer = byte_tokenizer()
     if source.tokenizer == "characters":
