@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import families
 import pytest
+import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
@@ -16,8 +18,10 @@ from mantissa.base.errors import MantissaError
 from mantissa.model import byte_tokenizer
 from mantissa.rl import RunConfig, make_config, resume, start
 from mantissa.rl.adapters import open_any
+from mantissa.rl.assemble import assemble
 from mantissa.rl.config.run import apply_overrides
 from mantissa.runs.directory import RunDirectory
+from mantissa.training import load_checkpoint
 from small_run import contents, rows_of, stopped
 
 RECIPE: dict[str, Any] = yaml.safe_load("""
@@ -107,6 +111,24 @@ def test_a_stopped_run_goes_on_bit_for_bit_and_its_policy_is_a_model_of_transfor
     assert type(policy).__name__ == "Gemma3ForCausalLM"
     start(configured(whole, *QUICK, f"run_dir={tmp_path / 'next'}"))  # a run's folder stands for its policy
     assert len(rows_of(tmp_path / "next")) == 2
+
+
+def test_weights_have_the_names_that_transformers_gives_them(folders: Path, tmp_path: Path) -> None:
+    own = AutoModelForCausalLM.from_pretrained(folders / "bloom")
+    parts = assemble(configured(folders / "bloom", "precision=fp32", *KL))
+    names = [name for name, _ in own.named_parameters()]
+    assert list(parts.learner.trained) == list(parts.learner.weights) == names
+    assert parts.reference is not None
+    assert list(parts.reference.weights) == names
+    assert dict(parts.model.named_modules()).keys() == dict(own.named_modules()).keys()
+    parts.sampler.engine.sync(parts.learner.weights, 0)
+    with torch.no_grad():
+        parts.learner.weights[names[3]].fill_(torch.inf)
+    with pytest.raises(MantissaError, match=f"weight {re.escape(names[3])} "):
+        parts.sampler.engine.sync(parts.learner.weights, 1)
+    parts.close()
+    start(configured(folders / "bloom", "precision=fp32", *QUICK, f"run_dir={tmp_path / 'run'}"))
+    assert set(load_checkpoint(tmp_path / "run" / "checkpoints").policy) == set(names)
 
 
 @pytest.fixture

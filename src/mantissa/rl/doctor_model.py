@@ -108,10 +108,7 @@ def _run_policy(run: RunDirectory) -> tuple[Decoder | AnyModel, Tokenizer]:
 
 
 def _load(model: Decoder | AnyModel, run: RunDirectory, step: int) -> None:
-    if isinstance(model, AnyModel):  # as the run held it
-        trained = {f"model.{name}": weight for name, weight in _weights(model).items()}
-    else:
-        trained = dict(trained_parameters(model))
+    trained = _weights(model) if isinstance(model, AnyModel) else trained_parameters(model)
     load_weights(trained, load_checkpoint(run.path / "checkpoints", step).policy)
 
 

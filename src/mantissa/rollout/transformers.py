@@ -135,7 +135,7 @@ class TransformersPolicy(nn.Module):
     """A policy by transformers' own code, in the place of our decoder: fp32 masters, computed in ``fmt``.
 
     ``adopted``: by whose exact kernels it computes; None: by torch's own, its parameters cast where they are used, so
-    that its numbers are those of the model loaded in that format.
+    that its numbers are those of the model loaded in that format. Modules and parameters have transformers' own names.
     """
 
     lora = None  # adapters of ours are for our decoder
@@ -145,6 +145,10 @@ class TransformersPolicy(nn.Module):
         self.model, self.format, self.adopted = model.eval(), fmt, adopted
         text = model.config.get_text_config()
         self.config = Shape(text.vocab_size, text.num_hidden_layers, positions_of(model), model.config)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The model's, without this wrapper: torch names parameters and buffers by them too."""
+        return self.model.named_modules(*args, **kwargs)
 
     def forward(self, **given: Any) -> Any:
         """As the model's own."""
@@ -321,7 +325,7 @@ class PolicyEngine(TransformersEngine):
         own = policy.adopted is None
         model = in_role(copy.deepcopy(policy.model), role) if own else policy.model
         super().__init__(model, policy.adopted, slots, decode_text)
-        self._policy, self._copies, self.format = policy, own, role.active
+        self.format = role.active
         self.version = -1
 
     @property
@@ -332,8 +336,8 @@ class PolicyEngine(TransformersEngine):
     def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Take the masters, each rounded once. ``MantissaError``: one that is not finite, or not in the format."""
         self.version = -1
-        kept = self.model if self._copies else self._policy.model  # itself: what it is given is its own
-        taken({f"model.{name}": parameter for name, parameter in kept.named_parameters()}, weights, "sync")
+        # An adopted policy samples itself: what it is given is its own.
+        taken(dict(self.model.named_parameters()), weights, "sync")
         self.version = version
 
     def generate(self, requests: Sequence[Request], params: SamplingParams, version: int) -> list[list[Completion]]:
