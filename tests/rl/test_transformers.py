@@ -15,10 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from killable import Server
 from mantissa.base.errors import MantissaError
+from mantissa.doctor.readers import read_dump
 from mantissa.model import byte_tokenizer
 from mantissa.rl import RunConfig, make_config, resume, start
 from mantissa.rl.adapters import open_any
 from mantissa.rl.assemble import assemble
+from mantissa.rl.doctor_model import open_for_doctor
 from mantissa.rl.config.run import apply_overrides
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import load_checkpoint
@@ -127,8 +129,13 @@ def test_weights_have_the_names_that_transformers_gives_them(folders: Path, tmp_
     with pytest.raises(MantissaError, match=f"weight {re.escape(names[3])} "):
         parts.sampler.engine.sync(parts.learner.weights, 1)
     parts.close()
-    start(configured(folders / "bloom", "precision=fp32", *QUICK, f"run_dir={tmp_path / 'run'}"))
-    assert set(load_checkpoint(tmp_path / "run" / "checkpoints").policy) == set(names)
+    run = tmp_path / "run"
+    start(configured(folders / "bloom", "precision=fp32", "checkpoint={every: 1, keep: 9}", *QUICK, f"run_dir={run}"))
+    saved = load_checkpoint(run / "checkpoints", 1).policy
+    assert set(saved) == set(names)
+    opened = open_for_doctor(str(run), read_dump(run), None, torch.device("cpu"))  # by the names that the run saved
+    assert all(torch.equal(weight, saved[name]) for name, weight in opened.model.named_parameters())
+    assert [weights.keys() for weights in opened.versions.values()] == [set(names)]
 
 
 @pytest.fixture
