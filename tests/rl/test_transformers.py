@@ -20,8 +20,8 @@ from mantissa.model import byte_tokenizer
 from mantissa.rl import RunConfig, make_config, resume, start
 from mantissa.rl.adapters import open_any
 from mantissa.rl.assemble import assemble
-from mantissa.rl.doctor_model import open_for_doctor
 from mantissa.rl.config.run import apply_overrides
+from mantissa.rl.doctor_model import open_for_doctor
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import load_checkpoint
 from small_run import contents, rows_of, stopped
@@ -136,6 +136,46 @@ def test_weights_have_the_names_that_transformers_gives_them(folders: Path, tmp_
     opened = open_for_doctor(str(run), read_dump(run), None, torch.device("cpu"))  # by the names that the run saved
     assert all(torch.equal(weight, saved[name]) for name, weight in opened.model.named_parameters())
     assert [weights.keys() for weights in opened.versions.values()] == [set(names)]
+
+
+HELD = r": weight model\.layers\.0\.mlp\.down_proj\.weight holds 70000, which fp16 cannot \(largest 65504\)"
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        "{train: fp16, rollout: fp16, kernels: exact}",
+        "{train: fp16, rollout: fp16}",
+        "{train: bf16, rollout: fp16}",
+        "{train: fp16, rollout: bf16}",
+        "{train: bf16, rollout: bf16, reference: fp16}",
+    ],
+)
+def test_a_weight_that_fp16_cannot_hold_is_named_with_its_value(folders: Path, tmp_path: Path, precision: str) -> None:
+    parts = assemble(configured(folders / "gemma3_text", f"precision={precision}", *KL))
+    weights = parts.learner.weights
+    parts.sampler.engine.sync(weights, 0)
+    assert parts.reference is not None
+    parts.reference.take(weights, 0)
+    name = "model.layers.0.mlp.down_proj.weight"
+    with torch.no_grad():
+        weights[name][1, 2] = -7e4
+    for who, take, of_it in (
+        ("sync", lambda: parts.sampler.engine.sync(weights, 1), "reference: fp16" not in precision),
+        ("reference", lambda: parts.reference.take(weights, 1), "train: fp16" in precision or "e: fp16" in precision),
+    ):
+        if of_it:
+            with pytest.raises(MantissaError, match=f"^{who}{HELD}"):
+                take()
+        else:
+            take()
+    policy = parts.model.model
+    parts.close()
+    policy.save_pretrained(tmp_path / "large")
+    byte_tokenizer().save(tmp_path / "large")
+    with pytest.raises(MantissaError, match=f"^model.path=.*large{HELD}"):
+        start(configured(tmp_path / "large", f"precision={precision}", *KL, f"run_dir={tmp_path / 'run'}"))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture

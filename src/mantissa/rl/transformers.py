@@ -19,7 +19,13 @@ from mantissa.model import Tokenizer, load_tokenizer
 from mantissa.precision import BF16, FP16, FP32, is_on_grid
 from mantissa.rl.adapters import policy_folder
 from mantissa.rl.config.run import RunConfig
-from mantissa.rollout.transformers import PolicyEngine, TransformersPolicy, load_transformers, positions_of
+from mantissa.rollout.transformers import (
+    PolicyEngine,
+    TransformersPolicy,
+    check_held,
+    load_transformers,
+    positions_of,
+)
 
 
 def open_transformers(path: str) -> tuple[Any, Tokenizer]:
@@ -37,6 +43,8 @@ def as_policy(
     """The policy on its device, adopted where kernels are exact, and what each role then is."""
     model, precision = model.to(device), dataclasses.replace(precision, products=None)  # a table of our own kernels'
     adopted: Adopted | None = None
+    roles = [role for role in (precision.learner, precision.rollout, precision.reference) if role is not None]
+    check_held(dict(model.named_parameters()), f"model.path={config.model.path}", [role.active for role in roles])
     if config.precision.kernels == "exact":
         adopted = adopt(model, config.precision, length=min(longest, positions_of(model)))
     else:

@@ -83,7 +83,7 @@ class CopiedPolicy:
                 names.append(name)
                 # The largest magnitude of the master and of what is now stored; NaN wins a maximum, so one that was
                 # not written shows. One transfer to the host for all tensors.
-                peaks.append(torch.stack((_peak(master), _peak(kept.float()))))
+                peaks.append(torch.stack((peak(master), peak(kept.float()))))
             for block in set(self._block_of.values()):
                 self._join_biases(block)
             self.decoder.packed_head = self._tied_head() if self._pack and self.decoder.lm_head is None else None
@@ -215,14 +215,18 @@ class CopiedPolicy:
                 )
 
     def _check_peak(self, name: str, master_peak: float, stored_peak: float) -> None:
-        fmt = self.kernels.format
-        if not math.isfinite(master_peak):
-            raise self._error(name, f"holds {master_peak}: expected finite values; training diverged")
-        if math.isnan(stored_peak):
+        if math.isfinite(master_peak) and math.isnan(stored_peak):
             raise self._error(name, "was not written in full: NaN is left after the copy")
-        if not math.isfinite(stored_peak):
-            cannot = f"which {fmt} cannot (largest {fmt.largest:g}): use bf16 or fp32"
-            raise self._error(name, f"holds {master_peak:g}, {cannot}")
+        require_held(self.who, name, master_peak, stored_peak, self.kernels.format)
+
+
+def require_held(who: str, name: str, master_peak: float, stored_peak: float, fmt: NumberFormat) -> None:
+    """``MantissaError`` where a master weight's largest magnitude is not finite, or not as ``fmt`` holds it."""
+    if not math.isfinite(master_peak):
+        raise MantissaError(f"{who}: weight {name} holds {master_peak}: expected finite values; training diverged")
+    if not math.isfinite(stored_peak):
+        cannot = f"which {fmt} cannot (largest {fmt.largest:g}): use bf16 or fp32"
+        raise MantissaError(f"{who}: weight {name} holds {master_peak:g}, {cannot}")
 
 
 def _nothing(weight: Tensor) -> nn.Parameter:
@@ -241,7 +245,7 @@ def _whole(master: Tensor) -> Tensor:
     return master if gather is None else gather()
 
 
-def _peak(x: Tensor) -> Tensor:
+def peak(x: Tensor) -> Tensor:
     """The largest magnitude, NaN where there is one, in one pass over the memory: ``x.abs().amax()`` makes three."""
     low, high = torch.aminmax(x)
     return torch.maximum(-low, high)

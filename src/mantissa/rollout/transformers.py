@@ -14,7 +14,7 @@ import copy
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -28,8 +28,9 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.files import atomic_folder
 from mantissa.kernels import ResolvedRole
 from mantissa.model import Tokenizer
-from mantissa.precision import BF16, FP16, FP32, NumberFormat
+from mantissa.precision import BF16, FP16, FP32, NumberFormat, round_to_format
 from mantissa.precision.numerics import token_logprob
+from mantissa.rollout.engine import peak, require_held
 from mantissa.rollout.generation import StopStrings
 from mantissa.rollout.most_probable import MostProbable, most_probable
 from mantissa.rollout.sampling import (
@@ -181,26 +182,33 @@ class CopiedTransformers:
         """What is kept, by parameter name: fp32, rounded where it is used."""
         return {name: parameter.detach() for name, parameter in self.decoder.named_parameters()}
 
-    @torch.no_grad()
     def take(self, masters: Mapping[str, Tensor]) -> None:
-        """Become a copy of the policy with these masters. ``MantissaError``: one that is not finite."""
-        taken(self.weights, masters, "reference")
+        """Become a copy of the policy with these masters. ``MantissaError``: one that the format cannot hold."""
+        taken(self.weights, masters, "reference", (self.decoder.format,))
 
     def make_room(self, tensors: Mapping[str, Tensor]) -> None:
         """There is room."""
 
 
 @torch.no_grad()
-def taken(kept: Mapping[str, Tensor], masters: Mapping[str, Tensor], who: str) -> None:
-    """Copy masters, each rounded once to the dtype of what is kept. ``MantissaError``: other names, or not finite."""
+def taken(kept: Mapping[str, Tensor], masters: Mapping[str, Tensor], who: str, formats: Iterable[NumberFormat]) -> None:
+    """Copy masters, each rounded once to the dtype of what is kept. ``MantissaError``: other names, or a value that is
+    not finite in one of the formats that they are computed in; then nothing is copied."""
     if set(masters) != set(kept):
         raise MantissaError(f"{who}: expected the {len(kept)} weights of the policy, got {len(masters)}")
+    check_held(masters, who, formats)
     for name, master in masters.items():
         kept[name].copy_(master)
-        if not bool(kept[name].isfinite().all()):
-            finite = bool(master.isfinite().all())
-            why = f"{kept[name].dtype} has no such value" if finite else "training diverged"
-            raise MantissaError(f"{who}: weight {name} holds values that are not finite: {why}")
+
+
+@torch.no_grad()
+def check_held(weights: Mapping[str, Tensor], who: str, formats: Iterable[NumberFormat]) -> None:
+    """``MantissaError`` naming the first weight with a value that one of the formats cannot hold, and the value."""
+    some = {name: weight for name, weight in weights.items() if weight.is_floating_point() and weight.numel()}
+    peaks = torch.stack([peak(weight.float()) for weight in some.values()]).cpu()
+    for fmt in dict.fromkeys(formats):
+        for name, own, rounded in zip(some, peaks.tolist(), round_to_format(peaks, fmt).tolist(), strict=True):
+            require_held(who, name, own, rounded, fmt)
 
 
 class TransformersEngine:
@@ -330,7 +338,7 @@ class PolicyEngine(TransformersEngine):
         own = policy.adopted is None
         model = in_role(copy.deepcopy(policy.model), role) if own else policy.model
         super().__init__(model, policy.adopted, slots, decode_text)
-        self.format = role.active
+        self.format, self._formats = role.active, (role.active, policy.format)
         self.version = -1
 
     @property
@@ -339,10 +347,10 @@ class PolicyEngine(TransformersEngine):
         return self.format.name
 
     def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Take the masters, each rounded once. ``MantissaError``: one that is not finite, or not in the format."""
+        """Take the masters, each rounded once. ``MantissaError``: one that its format or the learner's cannot hold."""
         self.version = -1
         # An adopted policy samples itself: what it is given is its own.
-        taken(dict(self.model.named_parameters()), weights, "sync")
+        taken(dict(self.model.named_parameters()), weights, "sync", self._formats)
         self.version = version
 
     def generate(self, requests: Sequence[Request], params: SamplingParams, version: int) -> list[list[Completion]]:
