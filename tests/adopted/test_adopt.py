@@ -358,8 +358,11 @@ def test_quantised_products_are_those_of_the_codes_and_exact(name, scheme):
     )  # fmt: skip
     whole = torch.cat((mask, torch.ones(3, 8, dtype=torch.long)), 1)
     assert torch.equal(torch.stack(sampled.logits, 1), logits(model, sampled.sequences, whole)[:, 39:-1])
+    twin = copy.deepcopy(model)
     with pytest.raises(MantissaError, match="is adopted itself"):  # its weights are others, and none is quantised
-        logits(copy.deepcopy(model), tokens, mask)
+        logits(twin, tokens, mask)
+    adopted.knows(twin)
+    assert torch.equal(logits(twin, tokens, mask), logits(model, tokens, mask))
 
 
 def test_a_router_is_never_quantised():

@@ -68,7 +68,7 @@ def configured(folder: Path, *overrides: str) -> RunConfig:
     [
         ("gemma3_text", ("rollout.top_k=40", 'rollout.stop=["7"]')),
         ("gpt_oss", ("precision={preset: fp16, kernels: exact}", "precision.check_every=2", *KL)),
-        ("qwen3_5_text", ("precision={train: fp8, rollout: fp8, kernels: exact}",)),
+        ("qwen3_5_text", ("precision={train: fp8, rollout: fp8, kernels: exact}", *KL)),
     ],
 )
 def test_rollout_and_learner_are_equal_to_the_bit(

@@ -76,6 +76,10 @@ class Adopted:
         finally:
             self.mode.copies = before
 
+    def knows(self, copy: nn.Module) -> None:
+        """Let a copy of the model be quantised as the model is: by the names of its own weights."""
+        self.mode.names |= _names(copy)
+
     def check(self, model: Any) -> None:
         """``MantissaError`` where something was changed since the model was adopted that its proof was of."""
         if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
@@ -255,7 +259,7 @@ def adopt(
         raise MantissaError(f"adopt: {role.fp8.kind} of other people's models is for a CPU so far; on {device} choose "
                             "fp32, bf16 or fp16")  # fmt: skip
     mode = Routed(role.active, _casts(root, role), format_named(policy.logits), role.fp8, gpu)
-    mode.names = {id(p): name.removesuffix(".weight") for name, p in root.named_parameters()}
+    mode.names = _names(root)
     if role.fp8 is not None:
         layers = [mode.names[id(p)] for p in root.parameters() if p.dim() > 1]
         role.fp8.check(layers)
@@ -280,6 +284,11 @@ def adopt(
         adopted.release()
         raise
     return adopted
+
+
+def _names(root: nn.Module) -> dict[int, str]:
+    """Names of a model's parameters, by id; of a module's weight the module's."""
+    return {id(p): name.removesuffix(".weight") for name, p in root.named_parameters()}
 
 
 def _read(root: nn.Module, adopted: Adopted, tokens: Tensor) -> None:

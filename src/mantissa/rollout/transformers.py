@@ -175,6 +175,8 @@ class CopiedTransformers:
 
     def __init__(self, policy: TransformersPolicy, fmt: NumberFormat) -> None:
         model = copy.deepcopy(policy.model).requires_grad_(False)
+        if policy.adopted is not None:
+            policy.adopted.knows(model)
         self.decoder = TransformersPolicy(model, fmt, policy.adopted)
 
     @property
