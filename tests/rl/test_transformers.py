@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +18,13 @@ from killable import Server
 from mantissa.base.errors import MantissaError
 from mantissa.doctor.readers import read_dump
 from mantissa.model import byte_tokenizer
+from mantissa.precision import FP32
 from mantissa.rl import RunConfig, make_config, resume, start
 from mantissa.rl.adapters import open_any
 from mantissa.rl.assemble import assemble
 from mantissa.rl.config.run import apply_overrides
 from mantissa.rl.doctor_model import open_for_doctor
+from mantissa.rollout.transformers import CopiedTransformers, TransformersPolicy
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import load_checkpoint
 from small_run import contents, rows_of, stopped
@@ -80,15 +83,18 @@ def test_rollout_and_learner_are_equal_to_the_bit(
     assert all(row["gap/abs_logp_diff_mean"] == 0 for row in rows)
     assert all(row["exact/mismatched_tokens"] == row["exact/misdrawn_tokens"] == 0 for row in rows)
     assert rows[-1]["optim/updates"] > 0
+    table = {row["role"]: row for row in RunDirectory.open(tmp_path / "run").environment["precision"]}
+    assert all("logits equal" in table[role]["evidence"] for role in ("learner", "rollout"))
     if KL[0] in overrides:
         assert rows[0]["reference/k3_kl"] == 0  # its copy, by the same kernels
         assert rows[1]["reference/k3_kl"] > 0
-    table = RunDirectory.open(tmp_path / "run").environment["precision"]
-    assert "logits equal" in table[0]["evidence"]
+        assert "logits equal to the policy's" in table["reference"]["evidence"]
 
 
 @pytest.mark.parametrize("train", ["fp32", "bf16", "fp16"])
-def test_fast_kernels_are_transformers_own_in_each_role_s_format(folders: Path, tmp_path: Path, train: str) -> None:
+def test_fast_kernels_are_transformers_own_in_each_role_s_format(
+    folders: Path, tmp_path: Path, train: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = (f"precision={{train: {train}, rollout: bf16}}", "rollout.top_p=0.95", "doctor={every: 1}", *KL)
     start(configured(folders / "bloom", *QUICK, *given, f"run_dir={tmp_path / 'run'}"))
     rows = rows_of(tmp_path / "run")
@@ -98,7 +104,27 @@ def test_fast_kernels_are_transformers_own_in_each_role_s_format(folders: Path, 
     table = {row["role"]: row for row in RunDirectory.open(tmp_path / "run").environment["precision"]}
     assert table["learner"]["active"] == train
     assert table["rollout"]["active"] == "bf16"
-    assert "on bf16's grid" in table["rollout"]["evidence"]
+    assert table["reference"]["active"] == train  # as the learner, where the recipe does not say
+    for role, fmt in {"learner": train, "rollout": "bf16", "reference": train}.items():
+        assert f"on {fmt}'s grid" in table[role]["evidence"]
+    said = capsys.readouterr().out
+    assert f"precision reference: asked for as learner, active {train} (native kernels)" in said
+
+
+def test_a_reference_that_computes_otherwise_than_it_was_asked_to_is_found(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def otherwise(self: CopiedTransformers, policy: TransformersPolicy, fmt: Any) -> None:
+        model = copy.deepcopy(policy.model)
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(2.0)
+        self.decoder = TransformersPolicy(model, FP32, policy.adopted)
+
+    monkeypatch.setattr(CopiedTransformers, "__init__", otherwise)
+    with pytest.raises(MantissaError, match=r"the reference was to compute in bf16, and its .* logits are in fp32"):
+        assemble(configured(folders / "bloom", "precision=bf16", *KL))
+    with pytest.raises(MantissaError, match="the reference was to compute as the adopted policy does, and "):
+        assemble(configured(folders / "gemma3_text", *KL))
 
 
 def test_a_stopped_run_goes_on_bit_for_bit_and_its_policy_is_a_model_of_transformers(

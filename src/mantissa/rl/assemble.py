@@ -194,16 +194,16 @@ def _by_transformers(
     kernels = NativeKernels(policy.format)  # whose format alone is asked: transformers' code multiplies
     learner = new_learner(config, policy, kernels, scaling.scaler(policy.format), ranks)
     engine = PolicyEngine(policy, precision.rollout, config.rollout.slots, tokenizer.decode)
-    evidence = proven(policy, engine, device)
-    sampler = _sampler(config, task, lambda: engine, positions, tokenizer, ranks)
-    reference = None
-    if (section := config.algorithm.reference) is not None:
+    reference, copies, section = None, None, config.algorithm.reference
+    if section is not None:
         assert precision.reference is not None
-        fmt = precision.reference.active
+        copies, own = CopiedTransformers(policy, precision.reference.active), NativeKernels(precision.reference.active)
         reference = ReferencePolicy(
-            CopiedTransformers(policy, fmt), NativeKernels(fmt), temperature=config.rollout.temperature,
-            micro_batch_tokens=config.optimizer.micro_batch_tokens, refresh_every=section.refresh_every, ranks=ranks,
+            copies, own, temperature=config.rollout.temperature, refresh_every=section.refresh_every, ranks=ranks,
+            micro_batch_tokens=config.optimizer.micro_batch_tokens,
         )  # fmt: skip
+    evidence = proven(precision, policy, engine, copies, device)
+    sampler = _sampler(config, task, lambda: engine, positions, tokenizer, ranks)
     return Parts(
         device=device,
         precision=precision,

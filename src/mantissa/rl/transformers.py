@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mantissa.adopted import Adopted, adopt
 from mantissa.base.errors import MantissaError
@@ -20,6 +21,7 @@ from mantissa.precision import BF16, FP16, FP32, is_on_grid
 from mantissa.rl.adapters import policy_folder
 from mantissa.rl.config.run import RunConfig
 from mantissa.rollout.transformers import (
+    CopiedTransformers,
     PolicyEngine,
     TransformersPolicy,
     check_held,
@@ -77,23 +79,50 @@ def by_transformers(precision: ResolvedPrecision) -> ResolvedPrecision:
     )
 
 
-def proven(policy: TransformersPolicy, engine: PolicyEngine, device: torch.device) -> dict[str, str]:
+def proven(
+    precision: ResolvedPrecision,
+    policy: TransformersPolicy,
+    engine: PolicyEngine,
+    reference: CopiedTransformers | None,
+    device: torch.device,
+) -> dict[str, str]:
     """What each role was seen to do, by role: of an adopted model what was compared; else the grid its logits are on.
 
     ``MantissaError``: a role computes in another format than it was asked to.
     """
-    if policy.adopted is not None:
-        return dict.fromkeys(("learner", "rollout"), policy.adopted.lines[-1])
     tokens = torch.arange(3, 19, device=device).unsqueeze(0) % policy.config.vocab_size
-    evidence = {}
-    roles = (("learner", policy, policy.format), ("rollout", engine.model, engine.format))
-    for role, model, fmt in roles:
+
+    def logits_of(model: Any) -> Tensor:
         with torch.no_grad():
-            logits = model(input_ids=tokens, use_cache=False).logits.float()
-        narrow = next((each for each in (BF16, FP16) if bool(is_on_grid(logits, each).all())), FP32)
-        if not bool(is_on_grid(logits, fmt).all()) or (fmt is FP32 and narrow is not FP32):
-            raise MantissaError(
-                f"the {role} was to compute in {fmt}, and its {logits.numel():,} logits are in {narrow}"
-            )
-        evidence[role] = f"{logits.numel():,} logits of transformers' own on {fmt}'s grid"
-    return evidence
+            logits: Tensor = model(input_ids=tokens, use_cache=False).logits.float()
+        return logits
+
+    if policy.adopted is not None:
+        evidence = dict.fromkeys(("learner", "rollout"), policy.adopted.lines[-1])
+        if reference is not None:
+            evidence["reference"] = _alike(logits_of(policy), logits_of(reference.decoder))
+        return evidence
+    roles: list[tuple[ResolvedRole, Any]] = [(precision.learner, policy), (precision.rollout, engine.model)]
+    if reference is not None and precision.reference is not None:
+        roles.append((precision.reference, reference.decoder))
+    return {role.role: _on_grid(role, logits_of(model)) for role, model in roles}
+
+
+def _alike(policy: Tensor, reference: Tensor) -> str:
+    """Of logits of the policy and of its copy."""
+    if not torch.equal(policy, reference):
+        differing = int((policy != reference).sum())
+        raise MantissaError(
+            f"the reference was to compute as the adopted policy does, and {differing:,} of {policy.numel():,} logits "
+            "of equal weights differ"
+        )
+    return f"{policy.numel():,} logits equal to the policy's"
+
+
+def _on_grid(role: ResolvedRole, logits: Tensor) -> str:
+    """Of logits by transformers' own code."""
+    fmt, count = role.active, f"{logits.numel():,}"
+    narrow = next((each for each in (BF16, FP16) if bool(is_on_grid(logits, each).all())), FP32)
+    if not bool(is_on_grid(logits, fmt).all()) or (fmt is FP32 and narrow is not FP32):
+        raise MantissaError(f"the {role.role} was to compute in {fmt}, and its {count} logits are in {narrow}")
+    return f"{count} logits of transformers' own on {fmt}'s grid"
