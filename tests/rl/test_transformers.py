@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import families
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from killable import Server
@@ -162,6 +165,59 @@ def test_weights_have_the_names_that_transformers_gives_them(folders: Path, tmp_
     opened = open_for_doctor(str(run), read_dump(run), None, torch.device("cpu"))  # by the names that the run saved
     assert all(torch.equal(weight, saved[name]) for name, weight in opened.model.named_parameters())
     assert [weights.keys() for weights in opened.versions.values()] == [set(names)]
+
+
+def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    return damage
+
+
+UP = "model.layers.0.mlp.up_proj.weight"
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no weights": (
+        lambda at: (at / "model.safetensors").unlink(),
+        r"does not load it .*no file named model\.safetensors",
+    ),
+    "truncated": (lambda at: os.truncate(at / "model.safetensors", 5000), "does not load it .*SafetensorError"),
+    "empty": (lambda at: (at / "model.safetensors").write_bytes(b""), "does not load it .*SafetensorError"),
+    "one is missing": (_tensors(lambda weights: weights.pop(UP)), f"1 weight is missing, {UP}; fetch"),
+    "one is nan": (_tensors(lambda weights: weights[UP].fill_(torch.nan)), f"weight {UP} holds nan"),
+    "other shapes": (_tensors(lambda weights: weights.update({UP: torch.zeros(2, 2)})), "does not load it"),
+    "no config": (lambda at: (at / "config.json").unlink(), r"no config\.json there"),
+    "no JSON": (lambda at: (at / "config.json").write_text("{nope"), r"config\.json: not valid JSON"),
+    "a list": (lambda at: (at / "config.json").write_text("[1]"), r"config\.json: expected a JSON object, got a list"),
+    "no family": (lambda at: (at / "config.json").write_text("{}"), "does not load it"),
+    "no tokenizer": (lambda at: (at / "tokenizer.json").unlink(), "cannot load the tokenizer"),
+    "half a tokenizer": (lambda at: os.truncate(at / "tokenizer.json", 300), r"tokenizer\.json: not valid JSON"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_folder_is_refused_in_one_line_and_nothing_is_written(
+    folders: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage, said = DAMAGES[name]
+    folder = tmp_path / "policy"
+    shutil.copytree(folders / "gemma3_text", folder)
+    damage(folder)
+    capsys.readouterr()
+    with pytest.raises(MantissaError, match=said) as caught:
+        start(configured(folder, f"run_dir={tmp_path / 'run'}"))
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert capsys.readouterr().err == ""  # no report of transformers either
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+
+def test_weights_that_the_model_does_not_have_are_said(folders: Path, tmp_path: Path) -> None:
+    shutil.copytree(folders / "gemma3_text", tmp_path / "policy")
+    _tensors(lambda weights: weights.update({"model.layers.9.mlp.up_proj.weight": torch.zeros(2)}))(tmp_path / "policy")
+    with pytest.warns(UserWarning, match=r"1 weight is not the model's, and left out: model\.layers\.9\.mlp\.up_proj"):
+        open_any(str(tmp_path / "policy"))
 
 
 HELD = r": weight model\.layers\.0\.mlp\.down_proj\.weight holds 70000, which fp16 cannot \(largest 65504\)"

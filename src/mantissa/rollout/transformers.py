@@ -14,6 +14,7 @@ import copy
 import inspect
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from torch.func import functional_call
 from mantissa.adopted import Adopted
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import atomic_folder
+from mantissa.base.hub import read_object
 from mantissa.kernels import ResolvedRole
 from mantissa.model import Tokenizer
 from mantissa.precision import BF16, FP16, FP32, NumberFormat, round_to_format
@@ -50,27 +52,42 @@ def load_transformers(folder: Path) -> Any:
     """The causal language model of a folder, by transformers' own code, in fp32 and eval mode.
 
     No code of the folder's own is run, no pickle read, nothing asked of a hub. ``MantissaError``: what transformers
-    does not load so.
+    does not load so, or not whole: it would draw the weights that are missing; and values that are not finite.
     """
+    read_object(folder / "config.json")  # whose errors here say more
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
         raise MantissaError("transformers is not installed; pip install 'mantissa-rl[train]'") from None
     try:
         with _quietly():
-            return AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True, local_files_only=True
-            ).eval()
+            model, found = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True, local_files_only=True,
+                output_loading_info=True,
+            )  # fmt: skip
     except Exception as error:
-        first = next(iter(str(error).splitlines()), "")
+        said = " ".join(str(error).split())
         raise MantissaError(
-            f"{folder}: transformers does not load it ({type(error).__name__}: {first:.200})"
+            f"{folder}: transformers does not load it ({type(error).__name__}: {said:.200}); {_AGAIN}"
         ) from error
+    if missing := sorted(found["missing_keys"]):
+        raise MantissaError(f"{folder}: {_some(missing)} missing, {missing[0]}; {_AGAIN}")
+    check_held(dict(model.named_parameters()), str(folder), (FP32,))
+    if left := sorted(found["unexpected_keys"]):
+        warnings.warn(f"{folder}: {_some(left)} not the model's, and left out: {left[0]}", stacklevel=2)
+    return model.eval()
+
+
+_AGAIN = "fetch its files again, or check its config.json against its weights"
+
+
+def _some(names: Sequence[str]) -> str:
+    return "1 weight is" if len(names) == 1 else f"{len(names)} weights are"
 
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Within this, transformers draws no bars of progress, and torchao, which it imports, says nothing of itself."""
+    """Within this, transformers draws no bars and no reports, and torchao, which it imports, says nothing of itself."""
     from transformers.utils import logging as bars
 
     shown, others = bars.is_progress_bar_enabled(), [logging.getLogger(name) for name in _LOUD]
@@ -87,7 +104,7 @@ def _quietly() -> Iterator[None]:
             bars.enable_progress_bar()
 
 
-_LOUD = ("torchao", "torch.utils._pytree")  # loggers that speak where torchao is imported
+_LOUD = ("transformers", "torchao", "torch.utils._pytree")  # the last two speak where torchao is imported
 
 
 def positions_of(model: Any) -> int:
