@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from families import FAMILIES, REFUSED, VOCABULARY, make
 
 import mantissa
-from mantissa.adopted import attention, route
+from mantissa.adopted import attention, recurrence, route
 from mantissa.base.errors import MantissaError
 from mantissa.kernels.simulated import activation_values, weight_values
+from mantissa.precision import FP32
 
 KINDS = ["llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_5_text", "lfm2", "mixtral", "gpt2"]
 
@@ -363,6 +364,54 @@ def test_quantised_products_are_those_of_the_codes_and_exact(name, scheme):
         logits(twin, tokens, mask)
     adopted.knows(twin)
     assert torch.equal(logits(twin, tokens, mask), logits(model, tokens, mask))
+
+
+def _recurrences():
+    """A name, and a call with few numbers."""
+    draw = torch.Generator().manual_seed(2)
+
+    def some(*shape):
+        return torch.randn(shape, generator=draw)
+
+    def by_file(query, key, value, g, beta, **_):
+        state, found = torch.zeros(2, 2, 4, 3), []
+        for at in range(5):
+            k, v = key[:, at], value[:, at]
+            state = state * g[:, at, :, None, None].exp()
+            delta = (v - (state * k[..., None]).sum(-2)) * beta[:, at, :, None]
+            state = state + k[..., None] * delta[..., None, :]
+            found.append((state * query[:, at, :, :, None]).sum(-2) / 2)
+        return torch.stack(found, 1), None
+
+    b, c, dt, a = some(2, 5, 1, 4), some(2, 5, 1, 4), some(2, 5, 2).exp(), -some(2).exp()
+    query, key, value, g, beta = (
+        some(2, 5, 2, 4),
+        some(2, 5, 2, 4),
+        some(2, 5, 2, 3),
+        -some(2, 5, 2).exp(),
+        some(2, 5, 2),
+    )
+    flat = some(2, 3, 5), some(2, 3, 5).exp(), -some(3, 4).exp(), some(2, 4, 5), some(2, 4, 5)
+    return {
+        "delta": lambda: recurrence._delta_rule(by_file, query, key, value, g, beta)[0],
+        "mamba2": lambda: recurrence._mamba2_scan(some(2, 5, 2, 3) * 0 + 1, dt, a, b, c),
+        "mamba": lambda: recurrence._mamba_scan(*flat),
+    }
+
+
+@pytest.mark.parametrize("name", ["delta", "mamba2", "mamba"])
+def test_a_recurrence_sums_as_its_model_was_adopted_wherever_its_tensors_lie(name, monkeypatch):
+    """For a GPU by the routes' kernels, also where those are interpreted on a CPU; else by torch's own row sums."""
+    call, entered, stepping = _recurrences()[name], [], recurrence._stepping
+    monkeypatch.setattr(recurrence, "_stepping", lambda: entered.append(name) or stepping())
+    found = []
+    for gpu in (False, True):
+        monkeypatch.setattr(route.RUNNING, "modes", [route.Routed(FP32, cast=False, gpu=gpu)])
+        entered.clear()
+        with torch.no_grad():
+            found.append(call())
+        assert bool(entered) is not gpu
+    assert torch.allclose(*found, rtol=1e-5, atol=1e-6)
 
 
 def test_a_router_is_never_quantised():

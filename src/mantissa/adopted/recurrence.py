@@ -127,6 +127,12 @@ def replaced(found: Replaced) -> Iterator[None]:
             setattr(home, name, own)
 
 
+def _by_kernels() -> bool:
+    """Whether sums over a row are the routes' of a GPU: what the model was adopted for says so, and not where a tensor
+    lies, for Triton's kernels are interpreted on a CPU too."""
+    return RUNNING.modes[-1].gpu
+
+
 @contextlib.contextmanager
 def _stepping() -> Iterator[None]:
     """Within this torch's own products, sums of two and sums over a row: on a CPU exact as they are."""
@@ -143,7 +149,7 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False, **_: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The gated delta rule over B,T,H,K queries and keys, B,T,H,V values, B,T,H decays g and betas; as ``stepped``."""
-    if value.is_cuda:  # whose sums over a row are the routes'
+    if _by_kernels():
         how = {"initial_state": initial_state, "output_final_state": output_final_state}
         return stepped(query, key, value, g, beta, **how, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     dtype, groups = query.dtype, value.shape[2] // key.shape[2]
@@ -191,7 +197,7 @@ def _mamba2_scan(
     (batch, length, heads, size), states = hidden_states.shape, B.shape[-1]
     dt, x = _time_step(dt, dt_bias, dt_softplus, dt_limit), hidden_states.float()
     state = x.new_zeros(batch, heads, size, states) if initial_states is None else initial_states.float()
-    if x.is_cuda:  # whose sums over a row are the routes'
+    if _by_kernels():
         found = []
         for at in range(length):
             state, y = _mamba2_step(state, x[:, at], dt[:, at], A.float(), B[:, at], C[:, at])
@@ -240,7 +246,7 @@ def _mamba_scan(
     x = hidden_states.float()
     dt = _time_step(dt, None if delta_bias is None else delta_bias.unsqueeze(-1), delta_softplus)
     state, differentiable = x.new_zeros(*x.shape[:2], A.shape[-1]), torch.is_grad_enabled()
-    if x.is_cuda or differentiable:  # a GPU's sums over a row are the routes'
+    if differentiable or _by_kernels():
         found = []
         for at in range(x.shape[2]):
             state, y = _mamba_step(state, x[..., at], dt[..., at], A.float(), B[..., at], C[..., at])
