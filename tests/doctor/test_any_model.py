@@ -16,12 +16,11 @@ from mantissa.doctor.consult import consult
 from mantissa.doctor.diagnosis import CauseKind
 from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.examine import examine
-from mantissa.doctor.sides import Scores, Side
+from mantissa.doctor.sides import AnyModel, Scores, Side
 from mantissa.model import byte_tokenizer
-from mantissa.precision import FP32
 from mantissa.rl.doctor_model import open_model
 from mantissa.rollout import Request, SamplingParams
-from mantissa.rollout.transformers import TransformersEngine, TransformersPolicy
+from mantissa.rollout.transformers import TransformersEngine
 
 SEQUENCES, PROMPT, RESPONSE = 40, 8, 24
 
@@ -65,7 +64,7 @@ def dump_of(learner: Any, rollout: Any, temperature: float = 1.0, declared: floa
 
 def consulted(folder: Path, dump: Dump, other: str | None = None, **more: Any) -> Any:
     opened = open_model(str(folder), dump, other, torch.device("cpu"))
-    assert isinstance(opened.model, TransformersPolicy)
+    assert isinstance(opened.model, AnyModel)
     return consult(opened.dump, examine(opened.dump), opened.model, opened.versions, **more)
 
 
@@ -100,7 +99,7 @@ def test_older_weights_that_another_folder_holds(folder: Path, tmp_path: Path) -
 def test_a_format_is_transformers_own(folder: Path, fmt: str) -> None:
     model = plain(folder)
     dump = dump_of(model, model)
-    scores = Scores(TransformersPolicy(model, FP32), dump.sequences)
+    scores = Scores(AnyModel(model), dump.sequences)
     half = copy.deepcopy(model).to({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[fmt])
     one = scores(Side(fmt))
     with torch.no_grad():

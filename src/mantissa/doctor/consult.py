@@ -25,11 +25,10 @@ from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.facts import coarser, facts, part
 from mantissa.doctor.fillers import without
 from mantissa.doctor.layers import ByLayer, by_layer, layers_plot
-from mantissa.doctor.sides import Fed, Scores, Side, Weights, evenly_spaced
+from mantissa.doctor.sides import AnyModel, Fed, Scores, Side, Weights, evenly_spaced
 from mantissa.doctor.substitution import Hypothesis, Substitution, declared, hypotheses, substitute
 from mantissa.doctor.thresholds import CLEAR, GIVEN_BACK, MOST, NOTHING, OTHER_SIDE, SURELY
 from mantissa.model import Decoder
-from mantissa.rollout.transformers import TransformersPolicy
 from mantissa.runs.page import Block, Heading, Plots, Sentence, Table
 
 SOME = 10  # sequences, where one cause is most of a gap
@@ -49,7 +48,7 @@ class Consultation:
 def consult(
     dump: Dump,
     diagnosis: Diagnosis,
-    model: Decoder | TransformersPolicy,
+    model: Decoder | AnyModel,
     versions: Mapping[str, Weights],
     *,
     sequences: int = SEQUENCES,
@@ -74,7 +73,7 @@ def consult(
     diagnosis = decided(diagnosis, found, reproduced(scores, base, dump.settings))
     followed = None
     if layers:
-        if isinstance(model, TransformersPolicy):
+        if isinstance(model, AnyModel):
             raise MantissaError("--by-layer follows the layers of our own decoder, which does not know this family")
         learner, rollout = (_plain_head(side) for side in found.found)
         if learner != rollout:
@@ -84,7 +83,7 @@ def consult(
 
 def _substituted(
     sequences: Sequence[Scored],
-    model: Decoder | TransformersPolicy,
+    model: Decoder | AnyModel,
     versions: Mapping[str, Weights],
     dump: Dump,
     say: Callable[[str], None],

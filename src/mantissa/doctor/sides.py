@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,10 +28,10 @@ from mantissa.doctor.dump import Scored
 from mantissa.kernels import EmulatedKernels, Emulation, Kernels, learner_kernels, resolve
 from mantissa.model import Decoder, ModelConfig
 from mantissa.model.decoder import Attend
-from mantissa.precision import BF16, E4M3, Fp8Policy, PrecisionPolicy, round_cached, round_to_format
+from mantissa.precision import BF16, E4M3, Fp8Policy, NumberFormat, PrecisionPolicy, round_cached, round_to_format
 from mantissa.rollout import SamplingParams
 from mantissa.rollout.sampling import filter_logits
-from mantissa.rollout.transformers import TransformersPolicy
+from mantissa.rollout.transformers import TransformersPolicy, positions_of
 
 Array = NDArray[np.float64]
 Weights = Mapping[str, Tensor]  # fp32 masters by name; may read each as it is asked for
@@ -178,6 +179,52 @@ class Batch:
         return x_BTE[self.row_N, self.column_N - 1]
 
 
+class AnyModel:
+    """A causal language model of transformers, by its own code, in the place of our decoder.
+
+    Its head is its own, so what stands for a final hidden state is the logits there, in the format of the forward.
+    """
+
+    lora = None
+
+    def __init__(self, model: Any) -> None:
+        self.model, text = model, model.config.get_text_config()
+        self.config = AnyShape(
+            text.vocab_size, positions_of(model), text.num_hidden_layers, text.num_attention_heads,
+            getattr(text, "intermediate_size", None) or 1, model.config,
+        )  # fmt: skip
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Its weights: fp32 masters."""
+        return self.model.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """By transformers' names."""
+        return self.model.named_parameters()
+
+    def logits_of(self, tokens_BT: Tensor, positions_BT: Tensor, fmt: NumberFormat) -> Tensor:
+        """Its logits, its weights cast to ``fmt``; B,T,V, fp32."""
+        return TransformersPolicy(self.model, fmt)(
+            input_ids=tokens_BT, attention_mask=torch.ones_like(tokens_BT), position_ids=positions_BT, use_cache=False
+        ).logits.float()
+
+    def logits(self, logits_NV: Tensor, kernels: Kernels) -> Tensor:
+        """In the format that ``kernels`` has for them."""
+        return round_to_format(logits_NV, kernels.logits_format)
+
+
+@dataclass(frozen=True)
+class AnyShape:
+    """What is asked of such a model's configuration, and the configuration."""
+
+    vocab_size: int
+    max_position_embeddings: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    text_config: Any
+
+
 class Scores:
     """Log-probs of a dump's compared tokens under any side.
 
@@ -187,15 +234,15 @@ class Scores:
 
     def __init__(
         self,
-        model: Decoder | TransformersPolicy,
+        model: Decoder | AnyModel,
         sequences: Sequence[Scored],
         versions: Mapping[str, Weights] | None = None,
         tick: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.model, self.versions, self.tick = model, dict(versions or {}), tick
         self.device = next(iter(model.parameters())).device
-        # By transformers' own code all logits are kept, not hidden states.
-        self._at_once = MICRO_BATCH // 4 if isinstance(model, TransformersPolicy) else MICRO_BATCH
+        # Of another's model all logits are kept, not hidden states.
+        self._at_once = MICRO_BATCH // 4 if isinstance(model, AnyModel) else MICRO_BATCH
         counted = [(each, _counts(number, each)) for number, each in enumerate(sequences)]
         self.sequences = [each for each, counts in counted if counts.any()]
         if not self.sequences:
@@ -271,26 +318,17 @@ class Scores:
         return found
 
     def before(self, batch: Batch, side: Side, kernels: Kernels) -> Tensor:
-        """What the head is given for each of the batch's tokens: final hidden states, N,E; of a model whose head is its
-        own, the logits there, N,V, in the format of the forward."""
-        if isinstance(self.model, TransformersPolicy):
-            given = {"input_ids": batch.tokens_BT, "position_ids": batch.positions_BT, "use_cache": False}
-            cast = TransformersPolicy(self.model.model, kernels.format)
-            return batch.before(cast(**given, attention_mask=torch.ones_like(batch.tokens_BT)).logits.float())
+        """What the head is given for each of the batch's tokens: final hidden states, N,E."""
+        if isinstance(self.model, AnyModel):
+            return batch.before(self.model.logits_of(batch.tokens_BT, batch.positions_BT, kernels.format))
         attend = attention(kernels, side)
         return batch.before(self.model.hidden(batch.tokens_BT, kernels, batch.positions_BT, attend))
 
     def computes(self, side: Side) -> bool:
         """Whether this model can be computed so."""
-        if not isinstance(self.model, TransformersPolicy):
+        if not isinstance(self.model, AnyModel):
             return True
         return side.format in ("fp32", "bf16", "fp16") and not side.cache and not side.habits and side.theta == 1
-
-    def logits(self, hidden_NE: Tensor, kernels: Kernels) -> Tensor:
-        """N,V, of what the head is given (``before``), in the format that ``kernels`` has for them."""
-        if isinstance(self.model, TransformersPolicy):
-            return round_to_format(hidden_NE, kernels.logits_format)
-        return self.model.logits(hidden_NE, kernels)
 
     def logp(self, kernels: Kernels, head: Side, hidden_NE: Tensor, batch: Batch) -> Array:
         """Log-prob of each of the batch's tokens after its final hidden state."""
@@ -298,7 +336,7 @@ class Scores:
         found = []
         parts = (each.split(_HEAD_ROWS) for each in (hidden_NE, batch.tokens, torch.from_numpy(batch.places)))
         for hidden, token, places in zip(*parts, strict=True):
-            logits = self.logits(hidden, kernels)
+            logits = self.model.logits(hidden, kernels)
             if head.cap:
                 logits = head.cap * torch.tanh(logits / head.cap)
             logits = filter_logits(logits, params)
@@ -318,7 +356,7 @@ class Scores:
                 hidden_NE = self.before(batch, side, kernels)
                 parts = (each.split(_HEAD_ROWS) for each in (hidden_NE, batch.tokens, torch.from_numpy(batch.places)))
                 for hidden, token, places in zip(*parts, strict=True):
-                    law = torch.softmax(self.logits(hidden, kernels).double() / side.temperature, -1)
+                    law = torch.softmax(self.model.logits(hidden, kernels).double() / side.temperature, -1)
                     p = law.gather(1, token.unsqueeze(1))
                     above[places], own[places] = (law * (law > p)).sum(1).cpu().numpy(), p[:, 0].cpu().numpy()
         return above, own

@@ -44,13 +44,12 @@ from mantissa.doctor import words
 from mantissa.doctor.diagnosis import Cause, CauseKind, Which
 from mantissa.doctor.dump import Settings
 from mantissa.doctor.facts import facts
-from mantissa.doctor.sides import Array, Cache, Scores, Side, Weights
+from mantissa.doctor.sides import AnyModel, AnyShape, Array, Cache, Scores, Side, Weights
 from mantissa.doctor.thresholds import CAUSES, DAMAGED, FEWEST_OF_HALF, LEAST, MUCH, ONE_SIGN, REPRODUCED, SMALL
 from mantissa.mismatch.intervals import Estimate, jackknife_interval
 from mantissa.model import Decoder, ModelConfig, base_parameters, policy_weights
 from mantissa.model.decoder import AdaptedProjection, merge
 from mantissa.precision import E4M3, format_named, round_to_format
-from mantissa.rollout.transformers import Shape, TransformersPolicy
 
 
 @dataclass(frozen=True)
@@ -214,7 +213,7 @@ SERVING = {name: value for habit in _HABITS.values() for name, value in habit.it
 _SHARDS = (2, 4, 8)
 
 
-def _engine(rollout: Side, model: ModelConfig | Shape) -> list[Hypothesis]:
+def _engine(rollout: Side, model: ModelConfig | AnyShape) -> list[Hypothesis]:
     """What a serving engine may do otherwise: its cache and its kernels' habits, each and all."""
     caches = [Cache.FP8, Cache.UNSCALED, Cache.CUT_OFF]
     caches += [Cache.BF16] if rollout.format in ("fp32", "fp16") else []
@@ -232,9 +231,9 @@ def _engine(rollout: Side, model: ModelConfig | Shape) -> list[Hypothesis]:
 class _Made(Mapping[str, Tensor]):
     """A model's weights after ``made``, each as it is asked for."""
 
-    def __init__(self, model: Decoder | TransformersPolicy, made: Callable[[str, Tensor], Tensor]) -> None:
-        self._made = made
-        self._of = {name: weight.detach() for name, weight in base_parameters(model).items()}
+    def __init__(self, model: Decoder | AnyModel, made: Callable[[str, Tensor], Tensor]) -> None:
+        own = dict(model.named_parameters()) if isinstance(model, AnyModel) else base_parameters(model)
+        self._made, self._of = made, {name: weight.detach() for name, weight in own.items()}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._made(name, self._of[name])
@@ -246,9 +245,9 @@ class _Made(Mapping[str, Tensor]):
         return len(self._of)
 
 
-def adapter_versions(model: Decoder | TransformersPolicy) -> dict[str, Weights]:
+def adapter_versions(model: Decoder) -> dict[str, Weights]:
     """What the weights of a policy with low-rank adapters are where an engine merges them otherwise; else nothing."""
-    if isinstance(model, TransformersPolicy) or model.lora is None:
+    if model.lora is None:
         return {}
     shape = model.lora
     scales = {"alpha / sqrt(rank)": shape.alpha / math.sqrt(shape.rank), "alpha / rank": shape.alpha / shape.rank}
@@ -281,7 +280,7 @@ def plain_policy(model: Decoder) -> Decoder:
     return plain
 
 
-def damages(model: Decoder | TransformersPolicy) -> dict[str, Weights]:
+def damages(model: Decoder | AnyModel) -> dict[str, Weights]:
     """What one layer's weights may have become on their way: versions that every dump is tried with."""
     unscaled = _Made(model, lambda _, master: round_to_format(master, E4M3) if master.dim() == 2 else master)
     return {"zeros": _Made(model, lambda _, master: torch.zeros_like(master)), "e4m3 without scales": unscaled}

@@ -351,13 +351,13 @@ def trained_parameters(decoder: nn.Module) -> dict[str, nn.Parameter]:
     return adapter_parameters(decoder) or base_parameters(decoder)
 
 
-def policy_weights(decoder: nn.Module) -> Mapping[str, Tensor]:
-    """The fp32 weights that the policy multiplies, by Hugging Face's names: masters, adapters of ours merged in.
+def policy_weights(decoder: Decoder) -> Mapping[str, Tensor]:
+    """The fp32 weights that the policy multiplies, by Hugging Face's names: masters, adapters merged in.
 
     Where there are adapters the mapping merges a matrix anew each time it is asked for, so that one is held at a time.
     """
     weights = {name: parameter.detach() for name, parameter in base_parameters(decoder).items()}
-    return _Merged(decoder, weights) if isinstance(decoder, Decoder) and decoder.lora is not None else weights
+    return weights if decoder.lora is None else _Merged(decoder, weights)
 
 
 class _Merged(Mapping[str, Tensor]):

@@ -11,13 +11,11 @@ import torch
 from mantissa.base.errors import MantissaError
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.routers import routes
-from mantissa.doctor.sides import Weights
+from mantissa.doctor.sides import AnyModel, Weights
 from mantissa.doctor.substitution import adapter_versions, plain_policy
 from mantissa.model import Decoder, Tokenizer, policy_weights, trained_parameters
-from mantissa.precision import FP32
 from mantissa.rl.adapters import open_any, open_policy, policy_folder
 from mantissa.rl.config.run import make_config
-from mantissa.rollout.transformers import TransformersPolicy
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import load_weights
 from mantissa.training.checkpoint import load_checkpoint, saved_state
@@ -28,7 +26,7 @@ class Diagnosed:
     """``model``: of plain weights, adapters merged in; of a family that our decoder does not know, transformers' own.
     ``versions``: others by name. ``dump``: what it can score."""
 
-    model: Decoder | TransformersPolicy
+    model: Decoder | AnyModel
     tokenizer: Tokenizer
     versions: Mapping[str, Weights]
     dump: Dump
@@ -37,15 +35,15 @@ class Diagnosed:
 def open_model(path: str, dump: Dump, other: str | None, device: torch.device) -> Diagnosed:
     """The policy that ``path`` names, and one more as another version of its weights."""
     model, tokenizer = _opened(policy_folder(path))
-    versions: dict[str, Weights] = dict(adapter_versions(model))
+    versions: dict[str, Weights] = {} if isinstance(model, AnyModel) else dict(adapter_versions(model))
     if other is not None:
         versions[other] = _weights_like(model, other)
     return Diagnosed(_placed(model, device), tokenizer, versions, dump)
 
 
-def _opened(path: str) -> tuple[Decoder | TransformersPolicy, Tokenizer]:
+def _opened(path: str) -> tuple[Decoder | AnyModel, Tokenizer]:
     model, tokenizer, refused = open_any(path)
-    return (TransformersPolicy(model, FP32) if refused else model), tokenizer
+    return (AnyModel(model) if refused else model), tokenizer
 
 
 def open_run(dump: Dump, other: str | None, device: torch.device) -> Diagnosed:
@@ -69,19 +67,27 @@ def open_run(dump: Dump, other: str | None, device: torch.device) -> Diagnosed:
     earlier = [version for version in versions if version < newest]
     if earlier:
         _load(model, run, versions[max(earlier)])
-        before = {name: weight.clone() for name, weight in policy_weights(model).items()}
+        before = {name: weight.clone() for name, weight in _weights(model).items()}
         others[f"version {max(earlier)} (this is version {newest})"] = before
     _load(model, run, versions[newest])
-    others |= adapter_versions(model)
+    others |= {} if isinstance(model, AnyModel) else adapter_versions(model)
     if other is not None:
         others[other] = _weights_like(model, other)
     kept = [each for each in dump.sequences if each.rollout_version == newest == (each.learner_version or newest)]
     return Diagnosed(_placed(model, device), tokenizer, others, replace(dump, sequences=kept))
 
 
-def _placed(model: Decoder | TransformersPolicy, device: torch.device) -> Decoder | TransformersPolicy:
-    plain = model if isinstance(model, TransformersPolicy) else plain_policy(model)
-    return plain.requires_grad_(False).to(device)
+def _placed(model: Decoder | AnyModel, device: torch.device) -> Decoder | AnyModel:
+    if isinstance(model, AnyModel):
+        model.model.requires_grad_(False).to(device)
+        return model
+    return plain_policy(model).requires_grad_(False).to(device)
+
+
+def _weights(model: Decoder | AnyModel) -> Weights:
+    if isinstance(model, AnyModel):
+        return {name: weight.detach() for name, weight in model.named_parameters()}
+    return policy_weights(model)
 
 
 def _listed(versions: object) -> str:
@@ -92,7 +98,7 @@ def _version(run: RunDirectory, step: int) -> int:
     return int(saved_state(run.path / "checkpoints", step)["step"]["updates"])
 
 
-def _run_policy(run: RunDirectory) -> tuple[Decoder | TransformersPolicy, Tokenizer]:
+def _run_policy(run: RunDirectory) -> tuple[Decoder | AnyModel, Tokenizer]:
     """A decoder of the run's shape, with adapters where it trains some; its weights are not yet a checkpoint's."""
     config = make_config(run.config, str(run.path / "config.yaml"))
     if config.model.lora is not None:
@@ -101,13 +107,14 @@ def _run_policy(run: RunDirectory) -> tuple[Decoder | TransformersPolicy, Tokeni
     return _opened(policy_folder(str(run.path)))
 
 
-def _load(model: Decoder | TransformersPolicy, run: RunDirectory, step: int) -> None:
-    load_weights(trained_parameters(model), load_checkpoint(run.path / "checkpoints", step).policy)
+def _load(model: Decoder | AnyModel, run: RunDirectory, step: int) -> None:
+    trained = _weights(model) if isinstance(model, AnyModel) else trained_parameters(model)
+    load_weights(trained, load_checkpoint(run.path / "checkpoints", step).policy)
 
 
-def _weights_like(model: Decoder | TransformersPolicy, path: str) -> Weights:
+def _weights_like(model: Decoder | AnyModel, path: str) -> Weights:
     """Another folder's weights, which must be of the same shape."""
-    weights, wanted = policy_weights(_opened(policy_folder(path))[0]), policy_weights(model)
+    weights, wanted = _weights(_opened(policy_folder(path))[0]), _weights(model)
     odd = [name for name in wanted if name not in weights or weights[name].shape != wanted[name].shape]
     if odd or len(wanted) != len(weights):
         raise MantissaError(f"--other {path}: its weights have other names or shapes ({(odd or ['more of them'])[0]})")

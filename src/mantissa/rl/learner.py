@@ -194,6 +194,8 @@ class Learner:
     @property
     def weights(self) -> Mapping[str, Tensor]:
         """The policy's fp32 weights by name: the masters, or with adapters the merged ones, made when asked for."""
+        if isinstance(self.model, TransformersPolicy):
+            return self.trained
         return policy_weights(self.model)
 
     @property

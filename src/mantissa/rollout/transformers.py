@@ -140,13 +140,11 @@ def logprob_on(device: torch.device) -> Callable[[Tensor, Tensor, float], Tensor
 
 @dataclass(frozen=True)
 class Shape:
-    """What the loop and the doctor ask of a policy's configuration."""
+    """What the loop asks of a policy's configuration."""
 
     vocab_size: int
     num_hidden_layers: int
     max_position_embeddings: int
-    num_attention_heads: int
-    intermediate_size: int
     text_config: Any  # transformers' own
     weights_note: str = ""
 
@@ -164,10 +162,7 @@ class TransformersPolicy(nn.Module):
         super().__init__()
         self.model, self.format, self.adopted = model.eval(), fmt, adopted
         text = model.config.get_text_config()
-        self.config = Shape(
-            text.vocab_size, text.num_hidden_layers, positions_of(model), text.num_attention_heads,
-            getattr(text, "intermediate_size", None) or 1, model.config,
-        )  # fmt: skip
+        self.config = Shape(text.vocab_size, text.num_hidden_layers, positions_of(model), model.config)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """The model's, without this wrapper: torch names parameters and buffers by them too."""
