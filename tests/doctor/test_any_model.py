@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import injected as made
 from mantissa.base.errors import MantissaError
 from mantissa.doctor.consult import consult
 from mantissa.doctor.diagnosis import CauseKind
@@ -37,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():  # of some size: a law with an opinion
             if parameter.dim() == 2:
-                parameter.mul_(4.0)
+                parameter.mul_(2.0)
     model.save_pretrained(path)
     byte_tokenizer().save(path)
     return path
@@ -110,8 +112,41 @@ def test_a_format_is_transformers_own(folder: Path, fmt: str) -> None:
             assert np.abs(one[scores.of_sequence == row] - own.double().numpy()).max() < (
                 1e-5 if fmt == "fp32" else 0.1
             )
-    assert not scores.computes(Side("fp8"))
     assert not scores.computes(Side("bf16", habits=frozenset({("norm", "fused")})))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"format": "fp8", "base": "bf16"}, CauseKind.FORMAT),
+        ({"eager": True}, CauseKind.KERNELS),
+    ],
+)
+def test_a_rollout_in_fp8_or_with_another_attention_is_found(
+    folder: Path, change: dict[str, Any], kind: CauseKind
+) -> None:
+    model = plain(folder)
+    dump = dump_of(model, model)
+    scores = Scores(AnyModel(model), dump.sequences)
+    learner, rollout = scores.all([Side("bf16"), replace(Side("bf16"), **change)])
+    sequences = made.with_logps(list(dump.sequences), learner, rollout)
+    declared = Settings(1.0, rollout_format="bf16", learner_format="bf16")
+    found = consulted(folder, replace(dump, sequences=sequences, settings=declared))
+    cause = max(found.diagnosis.causes, key=lambda each: each.share)
+    assert cause.kind is kind
+    assert cause.share > 0.95
+    assert cause.side == "rollout"
+
+
+def test_what_the_dump_says_is_fp8_is_scored_so(folder: Path) -> None:
+    model = plain(folder)
+    dump = dump_of(model, model)
+    scores = Scores(AnyModel(model), dump.sequences)
+    sequences = made.with_logps(list(dump.sequences), *scores.all([Side("bf16"), Side("fp8")]))
+    declared = Settings(1.0, rollout_format="fp8", learner_format="bf16")
+    found = consulted(folder, replace(dump, sequences=sequences, settings=declared)).substitution
+    assert found.rms["rollout base"] == 0
+    assert found.causes[-1].share == pytest.approx(0.0, abs=1e-6)
 
 
 def test_what_it_cannot_follow_is_refused(folder: Path) -> None:
@@ -119,6 +154,3 @@ def test_what_it_cannot_follow_is_refused(folder: Path) -> None:
     dump = dump_of(model, model, declared=0.7)
     with pytest.raises(MantissaError, match="does not know this family"):
         consulted(folder, dump, layers=True)
-    fp8 = Dump("plain", folder, dump.sequences, Settings(0.7, rollout_format="fp8", learner_format="bf16"))
-    with pytest.raises(MantissaError, match="does not compute this family"):
-        consulted(folder, fp8)
