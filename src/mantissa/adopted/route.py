@@ -173,6 +173,15 @@ class Routed(TorchFunctionMode):
             return route(self, func, *args, **kwargs)
 
     @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Within this, no weight changes: what a product reads of it is made once."""
+        before, self.copies = self.copies, self.copies or Copies()
+        try:
+            yield
+        finally:
+            self.copies = before
+
+    @contextlib.contextmanager
     def routing(self) -> Iterator[None]:
         """Within this, what torch is asked for is what a route computes by."""
         self.inside += 1

@@ -189,7 +189,7 @@ def _by_transformers(
     model, tokenizer = open_transformers(config.model.path)
     precision = _precision(config, device, ranks, products)
     positions = positions_of(model)
-    policy, precision = as_policy(config, model, precision, device, _longest(config, task, positions))
+    policy, precision = as_policy(config.precision, model, precision, device, _longest(config, task, positions))
     scaling = config.loss_scaling or LossScalingConfig()
     kernels = NativeKernels(policy.format)  # whose format alone is asked: transformers' code multiplies
     learner = new_learner(config, policy, kernels, scaling.scaler(policy.format), ranks)

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from mantissa.adopted import Adopted, adopt
+from mantissa.adopted import Adopted, Plans, adopt
 from mantissa.base.errors import MantissaError
 from mantissa.base.hub import find_model
 from mantissa.kernels import ResolvedPrecision, ResolvedRole
 from mantissa.model import Tokenizer, load_tokenizer
-from mantissa.precision import BF16, FP16, FP32, is_on_grid
+from mantissa.precision import BF16, FP16, FP32, NumberFormat, PrecisionPolicy, is_on_grid
 from mantissa.rl.adapters import policy_folder
-from mantissa.rl.config.run import RunConfig
 from mantissa.rollout.transformers import PolicyEngine, TransformersPolicy, load_transformers, positions_of
 
 
@@ -32,13 +31,21 @@ def open_transformers(path: str) -> tuple[Any, Tokenizer]:
 
 
 def as_policy(
-    config: RunConfig, model: Any, precision: ResolvedPrecision, device: torch.device, longest: int
+    wanted: PrecisionPolicy,
+    model: Any,
+    precision: ResolvedPrecision,
+    device: torch.device,
+    longest: int,
+    plans: Plans | None = None,
 ) -> tuple[TransformersPolicy, ResolvedPrecision]:
-    """The policy on its device, adopted where kernels are exact, and what each role then is."""
+    """The policy on its device, adopted where ``wanted`` asks for exact kernels, and what each role then is.
+
+    ``longest``: tokens of a sequence. ``plans``: of exact kernels, as another process found them; None: found here.
+    """
     model, precision = model.to(device), dataclasses.replace(precision, products=None)  # a table of our own kernels'
     adopted: Adopted | None = None
-    if config.precision.kernels == "exact":
-        adopted = adopt(model, config.precision, length=min(longest, positions_of(model)))
+    if wanted.kernels == "exact":
+        adopted = adopt(model, wanted, min(longest, positions_of(model)), plans)
     else:
         precision = by_transformers(precision)
     return TransformersPolicy(model, precision.learner.active, adopted), precision
@@ -50,8 +57,8 @@ def by_transformers(precision: ResolvedPrecision) -> ResolvedPrecision:
     def own(role: ResolvedRole) -> ResolvedRole:
         if role.fp8 is not None or role.active not in (FP32, BF16, FP16):
             raise MantissaError(
-                f"rollout.engine=transformers with precision {role.name} for the {role.role}: transformers' own code "
-                "is in fp32, bf16 or fp16; choose one, or precision.kernels=exact"
+                f"precision {role.name} for the {role.role} of a model by transformers' own code, which is in fp32, "
+                "bf16 or fp16; choose one, or precision.kernels=exact"
             )
         return dataclasses.replace(role, backend="native", reason="transformers' own code, its attention sdpa")
 
@@ -76,16 +83,19 @@ def proven(policy: TransformersPolicy, engine: PolicyEngine, device: torch.devic
     """
     if policy.adopted is not None:
         return dict.fromkeys(("learner", "rollout"), policy.adopted.lines[-1])
-    tokens = torch.arange(3, 19, device=device).unsqueeze(0) % policy.config.vocab_size
-    evidence = {}
-    roles = (("learner", policy, policy.format), ("rollout", engine.model, engine.format))
-    for role, model, fmt in roles:
-        with torch.no_grad():
-            logits = model(input_ids=tokens, use_cache=False).logits.float()
-        narrow = next((each for each in (BF16, FP16) if bool(is_on_grid(logits, each).all())), FP32)
-        if not bool(is_on_grid(logits, fmt).all()) or (fmt is FP32 and narrow is not FP32):
-            raise MantissaError(
-                f"the {role} was to compute in {fmt}, and its {logits.numel():,} logits are in {narrow}"
-            )
-        evidence[role] = f"{logits.numel():,} logits of transformers' own on {fmt}'s grid"
-    return evidence
+    vocabulary = policy.config.vocab_size
+    return {
+        "learner": on_grid("learner", policy, policy.format, vocabulary, device),
+        "rollout": on_grid("rollout", engine.model, engine.format, vocabulary, device),
+    }
+
+
+def on_grid(role: str, model: Any, fmt: NumberFormat, vocabulary: int, device: torch.device) -> str:
+    """That the logits of a role by transformers' own code are in its format. ``MantissaError``: in another."""
+    tokens = torch.arange(3, 19, device=device).unsqueeze(0) % vocabulary
+    with torch.no_grad():
+        logits = model(input_ids=tokens, use_cache=False).logits.float()
+    narrow = next((each for each in (BF16, FP16) if bool(is_on_grid(logits, each).all())), FP32)
+    if not bool(is_on_grid(logits, fmt).all()) or (fmt is FP32 and narrow is not FP32):
+        raise MantissaError(f"the {role} was to compute in {fmt}, and its {logits.numel():,} logits are in {narrow}")
+    return f"{logits.numel():,} logits of transformers' own on {fmt}'s grid"

@@ -21,13 +21,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from mantissa.adopted import Adopted
+from mantissa.adopted.altered import Altered
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import atomic_folder
+from mantissa.base.ranks import Ranks
 from mantissa.kernels import ResolvedRole
 from mantissa.model import Tokenizer
+from mantissa.model.decoder import shard
 from mantissa.precision import BF16, FP16, FP32, NumberFormat
 from mantissa.precision.numerics import token_logprob
 from mantissa.rollout.generation import StopStrings
@@ -65,6 +67,13 @@ def load_transformers(folder: Path) -> Any:
         raise MantissaError(
             f"{folder}: transformers does not load it ({type(error).__name__}: {first:.200})"
         ) from error
+
+
+def any_config(folder: Path) -> Any:
+    """The configuration of a folder's language model, as transformers reads it, no code of the folder's own."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True).get_text_config()
 
 
 @contextlib.contextmanager
@@ -150,11 +159,8 @@ class TransformersPolicy(nn.Module):
         """As the model's own."""
         if self.adopted is not None or self.format is FP32:
             return self.model(**given)
-        cast = {
-            name: parameter.to(self.format.dtype) if parameter.is_floating_point() else parameter
-            for name, parameter in self.model.named_parameters()
-        }
-        return functional_call(self.model, cast, (), given)
+        with Altered(self.model, self.format):
+            return self.model(**given)
 
 
 class CopiedTransformers:
@@ -210,6 +216,7 @@ class TransformersEngine:
         self.model, self.adopted, self.slots, self.decode_text = model, adopted, slots, decode_text
         self.device = next(model.parameters()).device
         self.version = 0  # of the weights, as their owner counts
+        self.interrupted: Callable[[], bool] = lambda: False  # asked before every token of ``generate``
         forwards = (vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind))
         forward = next(of for each in forwards if "input_ids" in (of := inspect.signature(each).parameters))
         self._last = {"logits_to_keep": 1} if "logits_to_keep" in forward else {}
@@ -237,6 +244,10 @@ class TransformersEngine:
         fed, cache, keys_B = tokens_BP, None, keys_B.to(self.device)
         rows = [_Row(params, self.decode_text) for _ in prompts]
         for at in range(params.max_tokens):
+            if self.interrupted():
+                for row in rows:
+                    row.reason = row.reason or "abort"
+                break
             positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -fed.shape[1] :]
             out = self.model(
                 input_ids=fed, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
@@ -298,15 +309,16 @@ class _Row:
         assert self.reason is not None
         return Completion(
             tuple(self.tokens), torch.tensor(self.logps), self.reason, version, key,
-            support=None if self.supports[0] is None else Support.of(self.supports),
-            most_probable=None if self.tops[0] is None else MostProbable.join(self.tops),
+            support=Support.of(self.supports) if self.tokens and self.supports[0] is not None else None,
+            most_probable=MostProbable.join(self.tops) if self.tokens and self.tops[0] is not None else None,
         )  # fmt: skip
 
 
 class PolicyEngine(TransformersEngine):
     """The engine of a run whose policy is by transformers' code. See ``RolloutEngine``.
 
-    An adopted policy samples itself: nothing is copied. Else a copy in the format of ``role`` does, rounded once.
+    An adopted policy samples itself: nothing is copied. Else a copy in the format of ``role`` does, rounded once; or
+    with ``alone`` the policy's model, which then nothing trains.
     """
 
     release, evidence = "", ""
@@ -317,9 +329,10 @@ class PolicyEngine(TransformersEngine):
         role: ResolvedRole,
         slots: int,
         decode_text: Callable[[Sequence[int]], str] | None = None,
+        alone: bool = False,
     ) -> None:
         own = policy.adopted is None
-        model = in_role(copy.deepcopy(policy.model), role) if own else policy.model
+        model = in_role(policy.model if alone else copy.deepcopy(policy.model), role) if own else policy.model
         super().__init__(model, policy.adopted, slots, decode_text)
         self._policy, self._copies, self.format = policy, own, role.active
         self.version = -1
@@ -349,11 +362,27 @@ class PolicyEngine(TransformersEngine):
         """It has no processes."""
 
 
-def save_transformers(policy: TransformersPolicy, tokenizer: Tokenizer, path: Path) -> None:
-    """Write a Hugging Face folder: config, weights in fp32, tokenizer. The old folder or the new one, no mixture."""
+def save_transformers(
+    policy: TransformersPolicy, tokenizer: Tokenizer, path: Path, weights: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write a Hugging Face folder: config, weights in fp32, tokenizer. The old folder or the new one, no mixture.
+
+    ``weights``: the model's by name, whole, where it holds slices; None: its own.
+    """
     with atomic_folder(path) as temporary, _quietly():
         tokenizer.save(temporary)
-        policy.model.save_pretrained(temporary)
+        policy.model.save_pretrained(temporary, state_dict=None if weights is None else dict(weights))
+
+
+def place_transformers(policy: TransformersPolicy, device: torch.device, ranks: Ranks) -> TransformersPolicy:
+    """The policy whole on ``device``, or with a slice of each tensor there, as ``place`` does with our decoder's."""
+    model = policy.model
+    if not ranks.sharded:
+        model.to(device)
+        return policy
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    shard([*(each for each in model.modules() if type(each).__name__ in names), model], device, ranks)
+    return policy
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
