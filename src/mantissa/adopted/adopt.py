@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mantissa.adopted import attention as attentions
 from mantissa.adopted.census import LENGTH, census, compare, drawn, read
 from mantissa.adopted.recurrence import Replaced, replaced, replacements
-from mantissa.adopted.route import RUNNING, Routed, quantizes
+from mantissa.adopted.route import RUNNING, Routed, check_layers
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import ExactPlan, ModelShapes, ResolvedRole, plan_exact, resolve
 from mantissa.precision import BF16, FP16, FP32, NumberFormat, PrecisionPolicy, format_named
@@ -260,12 +260,7 @@ def adopt(
     mode = Routed(role.active, _casts(root, role), format_named(policy.logits), role.fp8, gpu)
     mode.names = {id(p): name.removesuffix(".weight") for name, p in root.named_parameters()}
     if role.fp8 is not None:
-        layers = [mode.names[id(p)] for p in root.parameters() if p.dim() > 1]
-        role.fp8.check(layers)
-        if not any(quantizes(role.fp8, name) for name in layers):
-            raise MantissaError(
-                f"adopt: {role.fp8.kind} quantises no layer of {type(root).__name__}; choose fp32, bf16 or fp16"
-            )
+        check_layers(role.fp8, root)
     masters = " of fp32 parameters" if mode.cast else ""
     head = f"{type(root).__name__} in {role.name}{masters}, logits {policy.logits}"
     adopted = Adopted(mode, [f"{head}: exact kernels by {role.backend} products"], replacements(root))

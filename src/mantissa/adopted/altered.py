@@ -14,7 +14,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mantissa.adopted.route import ROUTES, Routed, base_of
+from mantissa.adopted.route import ROUTES, Routed, base_of, check_layers
 from mantissa.precision import FP32, Fp8Policy, NumberFormat
 
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "__matmul__", "addmm")
@@ -33,6 +33,8 @@ class Altered(Routed):
         self.plans, self.parts = {}, parts
         self.names = {id(p): name.removesuffix(".weight") for name, p in model.named_parameters()}
         self.quantized: set[str] = set()
+        if fp8 is not None:
+            check_layers(fp8, model)
 
     def linear(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None, wide: bool = False) -> Tensor:
         if self.parts == 1 or not x_NE.is_floating_point() or x_NE.dtype is not weight_FE.dtype:

@@ -109,6 +109,17 @@ def quantizes(policy: Fp8Policy, name: str) -> bool:
     return policy.quantizes(name) and name.rpartition(".")[2] not in _ROUTERS
 
 
+def check_layers(policy: Fp8Policy, model: nn.Module) -> None:
+    """``MantissaError`` where the policy names no layer of a model, or quantises none."""
+    layers = [name.removesuffix(".weight") for name, p in model.named_parameters() if p.dim() > 1]
+    policy.check(layers)
+    if not any(quantizes(policy, name) for name in layers):
+        raise MantissaError(
+            f"{policy.kind} quantises no layer of {type(model).__name__}, whose projections are in no layers that are "
+            "named so; choose fp32, bf16 or fp16"
+        )
+
+
 class Copies:
     """Copies of weights, made once each, for as long as no weight changes: each one's version is looked at."""
 

@@ -35,7 +35,7 @@ from mantissa.model.decoder import Attend
 from mantissa.precision import BF16, E4M3, Fp8Policy, NumberFormat, PrecisionPolicy, round_cached, round_to_format
 from mantissa.rollout import SamplingParams
 from mantissa.rollout.sampling import filter_logits
-from mantissa.rollout.transformers import TransformersPolicy, positions_of
+from mantissa.rollout.transformers import positions_of
 
 Array = NDArray[np.float64]
 Weights = Mapping[str, Tensor]  # fp32 masters by name; may read each as it is asked for
@@ -220,6 +220,8 @@ class AnyModel:
     @cached_property
     def projections(self) -> list[str]:
         """The names of what fp8 would quantise: seen in products inside the decoder's layers."""
+        if not any("layers" in name.split(".") for name, _ in self.named_parameters()):
+            return []
         altered = Altered(self.model, BF16, Fp8Policy())
         tokens_1T = torch.arange(_TRIED, device=next(self.parameters()).device).unsqueeze(0) % self.config.vocab_size
         with torch.no_grad(), altered:
@@ -236,11 +238,9 @@ class AnyModel:
         """Its logits as ``side`` computes them, its weights cast to ``fmt`` where they are used; B,T,V, fp32."""
         given = {"input_ids": tokens_BT, "attention_mask": torch.ones_like(tokens_BT), "position_ids": positions_BT}
         parts = SPLITS if _SPLIT in side.habits else 1
-        with _eager(self.model) if side.eager else contextlib.nullcontext():
-            if side.fp8 is None and parts == 1:
-                return TransformersPolicy(self.model, fmt)(**given, use_cache=False).logits.float()
-            with Altered(self.model, fmt, side.fp8, parts):
-                return self.model(**given, use_cache=False).logits.float()
+        attention = _eager(self.model) if side.eager else contextlib.nullcontext()
+        with attention, Altered(self.model, fmt, side.fp8, parts):
+            return self.model(**given, use_cache=False).logits.float()
 
     def computes(self, side: Side) -> bool:
         """Whether transformers' own code can be made to compute so."""

@@ -14,7 +14,7 @@ import torch
 from mantissa.adopted import Adopted, Plans, adopt
 from mantissa.base.errors import MantissaError
 from mantissa.base.hub import find_model
-from mantissa.kernels import ResolvedPrecision, ResolvedRole
+from mantissa.kernels import ResolvedPrecision, ResolvedRole, resolve
 from mantissa.model import Tokenizer, load_tokenizer
 from mantissa.precision import BF16, FP16, FP32, NumberFormat, PrecisionPolicy, is_on_grid
 from mantissa.rl.adapters import policy_folder
@@ -33,33 +33,39 @@ def open_transformers(path: str) -> tuple[Any, Tokenizer]:
 def as_policy(
     wanted: PrecisionPolicy,
     model: Any,
-    precision: ResolvedPrecision,
     device: torch.device,
     longest: int,
     plans: Plans | None = None,
+    reference: bool = False,
 ) -> tuple[TransformersPolicy, ResolvedPrecision]:
     """The policy on its device, adopted where ``wanted`` asks for exact kernels, and what each role then is.
 
     ``longest``: tokens of a sequence. ``plans``: of exact kernels, as another process found them; None: found here.
+    ``reference``: whether there is one.
     """
-    model, precision = model.to(device), dataclasses.replace(precision, products=None)  # a table of our own kernels'
+    model = model.to(device)
+    wanted = wanted.of_layers(model.config.get_text_config().num_hidden_layers)
+    precision = dataclasses.replace(resolve(wanted, device, reference=reference), products=None)  # of our own kernels
     adopted: Adopted | None = None
     if wanted.kernels == "exact":
         adopted = adopt(model, wanted, min(longest, positions_of(model)), plans)
     else:
         precision = by_transformers(precision)
-    return TransformersPolicy(model, precision.learner.active, adopted), precision
+    learner = precision.learner
+    return TransformersPolicy(model, learner.active, adopted, learner.fp8), precision
 
 
 def by_transformers(precision: ResolvedPrecision) -> ResolvedPrecision:
     """The same formats, computed by transformers' own code. ``MantissaError``: one that it does not have."""
 
     def own(role: ResolvedRole) -> ResolvedRole:
-        if role.fp8 is not None or role.active not in (FP32, BF16, FP16):
+        if role.active not in (FP32, BF16, FP16):
             raise MantissaError(
                 f"precision {role.name} for the {role.role} of a model by transformers' own code, which is in fp32, "
-                "bf16 or fp16; choose one, or precision.kernels=exact"
+                "bf16, fp16, fp8 or a scaled format; choose one"
             )
+        if role.fp8 is not None:
+            return dataclasses.replace(role, backend="simulated", reason="transformers' own code, its products scaled")
         return dataclasses.replace(role, backend="native", reason="transformers' own code, its attention sdpa")
 
     learner, rollout = own(precision.learner), own(precision.rollout)

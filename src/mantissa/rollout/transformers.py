@@ -30,7 +30,7 @@ from mantissa.base.ranks import Ranks
 from mantissa.kernels import ResolvedRole
 from mantissa.model import Tokenizer
 from mantissa.model.decoder import shard
-from mantissa.precision import BF16, FP16, FP32, NumberFormat
+from mantissa.precision import BF16, FP16, FP32, Fp8Policy, NumberFormat
 from mantissa.precision.numerics import token_logprob
 from mantissa.rollout.generation import StopStrings
 from mantissa.rollout.most_probable import MostProbable, most_probable
@@ -104,20 +104,21 @@ def positions_of(model: Any) -> int:
     return int(getattr(text, "max_position_embeddings", None) or 1 << 20)
 
 
-def in_role(model: Any, role: ResolvedRole) -> Any:
-    """The model with its parameters in the role's format, as a checkpoint is loaded in it: buffers stay.
+def in_role(model: Any, role: ResolvedRole) -> TransformersPolicy:
+    """The model as a role computes it: in a format of its own its parameters are cast, as a checkpoint is loaded in it
+    (buffers stay); of fp8 and the scaled formats they are masters.
 
-    ``MantissaError`` for a format or kernels that transformers' own code does not have.
+    ``MantissaError`` for kernels that transformers' own code does not have.
     """
-    if role.emulation is not None or role.fp8 is not None or role.active not in (FP32, BF16, FP16):
+    if role.emulation is not None or role.active not in (FP32, BF16, FP16):
         raise MantissaError(
-            "this model runs by transformers' own code: in fp32, bf16 or fp16, or exact in one of them; other formats "
-            "and an engine's habits are for the families that our decoder knows"
+            "this model runs by transformers' own code: in fp32, bf16, fp16, fp8 or a scaled format, or exact; a "
+            "format of the dial and an engine's habits are for the families that our decoder knows"
         )
-    for parameter in model.parameters():
+    for parameter in model.parameters() if role.fp8 is None else ():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(role.active.dtype)
-    return model
+    return TransformersPolicy(model, role.active, fp8=role.fp8)
 
 
 def logprob_on(device: torch.device) -> Callable[[Tensor, Tensor, float], Tensor]:
@@ -141,37 +142,45 @@ class Shape:
 
 
 class TransformersPolicy(nn.Module):
-    """A policy by transformers' own code, in the place of our decoder: fp32 masters, computed in ``fmt``.
+    """A policy by transformers' own code, in the place of our decoder: computed in ``fmt``.
 
-    ``adopted``: by whose exact kernels it computes; None: by torch's own, its parameters cast where they are used, so
-    that its numbers are those of the model loaded in that format.
+    ``adopted``: by whose exact kernels it computes. None: by torch's own; fp32 masters of another format are cast where
+    they are used, so that its numbers are those of the model loaded in that format, and with ``fp8`` its products have
+    operands as that says.
     """
 
     lora = None  # adapters of ours are for our decoder
 
-    def __init__(self, model: Any, fmt: NumberFormat, adopted: Adopted | None = None) -> None:
+    def __init__(
+        self, model: Any, fmt: NumberFormat, adopted: Adopted | None = None, fp8: Fp8Policy | None = None
+    ) -> None:  # fmt: skip
         super().__init__()
         self.model, self.format, self.adopted = model.eval(), fmt, adopted
         text = model.config.get_text_config()
         self.config = Shape(text.vocab_size, text.num_hidden_layers, positions_of(model), model.config)
+        plain = fp8 is None and next(model.parameters()).dtype is fmt.dtype
+        self._altered = None if plain or adopted is not None else Altered(model, fmt, fp8)
 
     def forward(self, **given: Any) -> Any:
         """As the model's own."""
-        if self.adopted is not None or self.format is FP32:
+        with self._altered or contextlib.nullcontext():
             return self.model(**given)
-        with Altered(self.model, self.format):
-            return self.model(**given)
+
+    def keeping(self) -> contextlib.AbstractContextManager[None]:
+        """Within this, no weight changes: what is made of one is made once."""
+        mode = self.adopted or self._altered
+        return contextlib.nullcontext() if mode is None else mode.keeping()
 
 
 class CopiedTransformers:
-    """A policy that does not train: a copy of ``policy`` in ``fmt``, of the masters that ``take`` is given.
+    """A policy that does not train: a copy of ``policy`` in a role, of the masters that ``take`` is given.
 
     Of an adopted policy the copy computes by the same exact kernels.
     """
 
-    def __init__(self, policy: TransformersPolicy, fmt: NumberFormat) -> None:
+    def __init__(self, policy: TransformersPolicy, role: ResolvedRole) -> None:
         model = copy.deepcopy(policy.model).requires_grad_(False)
-        self.decoder = TransformersPolicy(model, fmt, policy.adopted)
+        self.decoder = TransformersPolicy(model, role.active, policy.adopted, role.fp8)
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -203,6 +212,7 @@ def taken(kept: Mapping[str, Tensor], masters: Mapping[str, Tensor], who: str) -
 class TransformersEngine:
     """Samples from ``model`` as it is at that moment, a learner's own too; with ``adopted`` by its exact kernels.
 
+    ``model``: transformers' own, or a ``TransformersPolicy``.
     ``slots``: rows at a time. ``decode_text``: for stop strings.
     """
 
@@ -213,11 +223,15 @@ class TransformersEngine:
         slots: int = 64,
         decode_text: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        self.model, self.adopted, self.slots, self.decode_text = model, adopted, slots, decode_text
+        self.model, self.slots, self.decode_text = model, slots, decode_text
+        policy = model if isinstance(model, TransformersPolicy) else None
+        keeper = policy or adopted
+        self._keeping = contextlib.nullcontext if keeper is None else keeper.keeping
         self.device = next(model.parameters()).device
         self.version = 0  # of the weights, as their owner counts
         self.interrupted: Callable[[], bool] = lambda: False  # asked before every token of ``generate``
-        forwards = (vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind))
+        own = type(model if policy is None else policy.model)
+        forwards = (vars(kind)["forward"] for kind in own.__mro__ if "forward" in vars(kind))
         forward = next(of for each in forwards if "input_ids" in (of := inspect.signature(each).parameters))
         self._last = {"logits_to_keep": 1} if "logits_to_keep" in forward else {}
 
@@ -229,8 +243,7 @@ class TransformersEngine:
         prompts = [request.prompt_tokens for request in requests for _ in range(request.samples)]
         keys = request_keys(requests)
         completions: list[Completion] = []
-        keeping = contextlib.nullcontext() if self.adopted is None else self.adopted.keeping()
-        with keeping, torch.no_grad():
+        with self._keeping(), torch.no_grad():
             for start in range(0, len(prompts), self.slots):
                 rows = slice(start, start + self.slots)
                 completions += self._batch(prompts[rows], keys[rows], params, version)
@@ -331,10 +344,11 @@ class PolicyEngine(TransformersEngine):
         decode_text: Callable[[Sequence[int]], str] | None = None,
         alone: bool = False,
     ) -> None:
-        own = policy.adopted is None
-        model = in_role(policy.model if alone else copy.deepcopy(policy.model), role) if own else policy.model
-        super().__init__(model, policy.adopted, slots, decode_text)
-        self._policy, self._copies, self.format = policy, own, role.active
+        sampling = policy
+        if policy.adopted is None:
+            sampling = in_role(policy.model if alone else copy.deepcopy(policy.model), role)
+        super().__init__(sampling, None, slots, decode_text)
+        self.format = role.active
         self.version = -1
 
     @property
@@ -345,8 +359,7 @@ class PolicyEngine(TransformersEngine):
     def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Take the masters, each rounded once. ``MantissaError``: one that is not finite, or not in the format."""
         self.version = -1
-        kept = self.model if self._copies else self._policy.model  # itself: what it is given is its own
-        taken({f"model.{name}": parameter for name, parameter in kept.named_parameters()}, weights, "sync")
+        taken(dict(self.model.named_parameters()), weights, "sync")  # of an adopted policy its own
         self.version = version
 
     def generate(self, requests: Sequence[Request], params: SamplingParams, version: int) -> list[list[Completion]]:

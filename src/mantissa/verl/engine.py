@@ -133,7 +133,7 @@ class MantissaEngine(BaseEngine):
         precision = resolve(self.policy, self.device)  # a reference is a learner that does not learn
         folder = find_model(self.model_config.local_path)
         refused = refused_by_ours(folder)
-        self.setup = self._by_transformers(precision, folder, refused) if refused else self._by_ours(precision, folder)
+        self.setup = self._by_transformers(folder, refused) if refused else self._by_ours(precision, folder)
         if self.frozen:
             self.module.requires_grad_(False)
             return
@@ -157,14 +157,14 @@ class MantissaEngine(BaseEngine):
         self.kernels = learner_kernels(precision, plan)
         return self._setup(length, plan)
 
-    def _by_transformers(self, precision: ResolvedPrecision, folder: Path, refused: str) -> Setup:
+    def _by_transformers(self, folder: Path, refused: str) -> Setup:
         """The model by transformers' own code, adopted where kernels are exact. ``refused``: why not by our decoder."""
         refuse(_CALLED, of_family(self.policy, self.options, refused))
         model = load_any(folder, refused)
         length = min(self.options.length or _LENGTH, positions_of(model))
 
         def opened(plans: Plans | None) -> TransformersPolicy:
-            return as_policy(self.policy, model, precision, self.device, length, plans)[0]
+            return as_policy(self.policy, model, self.device, length, plans)[0]
 
         first = self.ranks.agreed(lambda: opened(None) if self.ranks.rank0 else None)
         plans = self.ranks.broadcast(None if first is None or first.adopted is None else first.adopted.plans)

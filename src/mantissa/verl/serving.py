@@ -174,7 +174,7 @@ class Serving:
                 f"mixed_precision.length={setup.length}: prompt and response may have {self.limits.longest} tokens "
                 "(rollout.prompt_length + rollout.response_length), and exact kernels are proven for fewer; raise it"
             )
-        engine = self._transformers(setup, precision) if self.refused else self._native(setup, precision)
+        engine = self._transformers(setup) if self.refused else self._native(setup, precision)
         engine.interrupted = lambda: self._stopping
         return engine
 
@@ -195,12 +195,12 @@ class Serving:
             decode_text=self.tokenizer.decode,
         )
 
-    def _transformers(self, setup: Setup, precision: ResolvedPrecision) -> PolicyEngine:
+    def _transformers(self, setup: Setup) -> PolicyEngine:
         """By transformers' own code, adopted as the learner's model is; compared here anew."""
         wanted, model = PrecisionPolicy.parse(setup.policy), load_any(self.folder, self.refused).requires_grad_(False)
-        policy, precision = as_policy(wanted, model, precision, self.device, setup.length, setup.plans)
-        engine = PolicyEngine(policy, precision.rollout, self.limits.slots, self.tokenizer.decode, alone=True)
+        policy, precision = as_policy(wanted, model, self.device, setup.length, setup.plans)
         rollout = precision.rollout
+        engine = PolicyEngine(policy, rollout, self.limits.slots, self.tokenizer.decode, alone=True)
         self.evidence = (
             on_grid("rollout", engine.model, rollout.active, self.config.vocab_size, self.device)
             if policy.adopted is None
