@@ -35,6 +35,7 @@ def test_a_family_of_transformers_own_is_tuned(family: str, kinds: list[str]) ->
     found = tune(scores, budget=0.01, base="bf16", blocks=2)
     assert sorted({group.kind for group in found.sensitivity}) == sorted(kinds)
     check(found, model.projections)
+    assert found.recipe()["rollout"] == {"engine": "transformers"}
     everything, nothing = found.rows[3:]
     d = scores(Side("bf16")) - scores(Side("fp8"))
     own = d[np.isin(scores.of_sequence, range(0, 16, 2))]

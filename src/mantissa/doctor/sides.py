@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from mantissa.adopted.altered import Altered
 from mantissa.base.errors import MantissaError
@@ -237,10 +237,25 @@ class AnyModel:
     def logits_of(self, tokens_BT: Tensor, positions_BT: Tensor, side: Side, fmt: NumberFormat) -> Tensor:
         """Its logits as ``side`` computes them, its weights cast to ``fmt`` where they are used; B,T,V, fp32."""
         given = {"input_ids": tokens_BT, "attention_mask": torch.ones_like(tokens_BT), "position_ids": positions_BT}
+        with self.computing(side, fmt):
+            return self.model(**given, use_cache=False).logits.float()
+
+    @contextmanager
+    def computing(self, side: Side, fmt: NumberFormat) -> Iterator[None]:
+        """Within this, what is called of it computes as ``side`` does."""
         parts = SPLITS if _SPLIT in side.habits else 1
         attention = _eager(self.model) if side.eager else contextlib.nullcontext()
         with attention, Altered(self.model, fmt, side.fp8, parts):
-            return self.model(**given, use_cache=False).logits.float()
+            yield
+
+    @property
+    def layers(self) -> list[Any]:
+        """Its decoder layers. ``MantissaError``: none are a list as long as its configuration says."""
+        count = self.config.num_hidden_layers
+        lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+        if not lists:
+            raise MantissaError(f"--by-layer: {type(self.model).__name__} has no list of {count} layers; leave it out")
+        return list(lists[0])
 
     def computes(self, side: Side) -> bool:
         """Whether transformers' own code can be made to compute so."""

@@ -115,7 +115,7 @@ class Tuned:
     alone is fp8, the floor included; ``floor``: mean d^2 of the half alone on an engine's kernels.
 
     ``exclude``: for ``precision.fp8``, of the tuned set; None where nothing or everything is in fp8. ``head``: the
-    name of the output projection.
+    name of the output projection. ``transformers``: whether the model runs by transformers' own code.
     """
 
     rows: tuple[Row, ...]
@@ -129,14 +129,16 @@ class Tuned:
     sequences: int
     role: Role = "rollout"
     head: str = "lm_head"
+    transformers: bool = False
 
     def recipe(self) -> dict[str, Any]:
-        """The recipe's ``precision`` section, as plain values."""
+        """The recipe's ``precision`` section, and ``rollout.engine`` where it is not our own; as plain values."""
+        engine: dict[str, Any] = {"rollout": {"engine": "transformers"}} if self.transformers else {}
         if not self.rows[0].taken:
-            return {"precision": {"train": self.base, "rollout": self.base}}
+            return {"precision": {"train": self.base, "rollout": self.base}} | engine
         fp8: dict[str, Any] = {"base": self.base} | ({"exclude": list(self.exclude)} if self.exclude else {})
         formats = {"train": self.base, "rollout": self.base} | {"train" if self.role == "learner" else "rollout": "fp8"}
-        return {"precision": formats | {"fp8": fp8}}
+        return {"precision": formats | {"fp8": fp8}} | engine
 
     def kept(self) -> list[str]:
         """Every projection that stays in the half, by the checkpoint's names, and the head."""
@@ -281,7 +283,8 @@ class _Tuner:
         rows.append(self._row(f"everything in {self.base}, an engine's kernels (emulated)", (), self.engine))
         exclude = exclude_patterns(rows[0].taken, self.every) if rows[0].taken else ()
         counts = (len(self.learner), len(self.scores.sequences))
-        of = (self.base, self.budget, self.figure, exclude, *counts, self.role, self.head)
+        theirs = isinstance(self.scores.model, AnyModel)
+        of = (self.base, self.budget, self.figure, exclude, *counts, self.role, self.head, theirs)
         return Tuned(tuple(rows), sensitivity, floor, *of)
 
     def d(self, taken: Sequence[Group]) -> Array:
