@@ -91,9 +91,9 @@ def test_a_family_that_only_transformers_knows(tmp_path: Path, family: str, name
 
 @VARIANT
 def test_such_a_family_by_transformers_own_kernels(tmp_path: Path) -> None:
-    """Fast: a half format's gap between both sides."""
+    """Fast, in slices over two ranks: a half format's gap between both sides."""
     fast = "{precision:{train:bf16,rollout:bf16,kernels:fast},length:32}"
-    first = mantissa_job(tmp_path, fast, *ORDERED, family="olmo2").metrics[1]
+    first = mantissa_job(tmp_path, fast, *ORDERED, family="olmo2", ranks=2).metrics[1]
     assert first["actor/mantissa/logprobs_unlike_rollout"] > 0
     assert 0 < first["training/rollout_probs_diff_max"] < 0.05
     assert first["actor/grad_norm"] > 0
