@@ -163,13 +163,35 @@ class TransformersPolicy(nn.Module):
 
     def forward(self, **given: Any) -> Any:
         """As the model's own."""
-        with self._altered or contextlib.nullcontext():
+        if self._altered is None:
+            return self.model(**given)
+        with _inside(self.model, self._altered):
             return self.model(**given)
 
     def keeping(self) -> contextlib.AbstractContextManager[None]:
         """Within this, no weight changes: what is made of one is made once."""
         mode = self.adopted or self._altered
         return contextlib.nullcontext() if mode is None else mode.keeping()
+
+
+@contextlib.contextmanager
+def _inside(model: nn.Module, mode: Altered) -> Iterator[None]:
+    """Within this the model's own forward runs in ``mode``, and what is hung around it does not: FSDP2's hooks there
+    ask parameters for their dtype."""
+    with contextlib.ExitStack() as entered:
+
+        def enter(*_: Any) -> None:
+            entered.enter_context(mode)
+
+        handles = [
+            model.register_forward_pre_hook(enter),
+            model.register_forward_hook(lambda *_: entered.close(), prepend=True, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 class CopiedTransformers:
