@@ -329,9 +329,10 @@ class _Row:
             raise MantissaError(
                 f"token {len(self.tokens) + 1} of a completion has a log-prob that is not finite; look at the model"
             )
-        for values, value in zip((self.tokens, self.logps, self.supports, self.tops), (token, logp, support, top),
-                                 strict=True):  # fmt: skip
-            values.append(value)
+        self.tokens.append(token)
+        self.logps.append(logp)
+        self.supports.append(support)
+        self.tops.append(top)
         stopped = token in self.params.stop_token_ids
         if not stopped and self._strings is not None:
             stopped = self._strings.completed(self.tokens)
