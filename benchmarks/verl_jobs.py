@@ -6,7 +6,8 @@
     python benchmarks/verl_jobs.py run              # 24 steps, for the picture
     python benchmarks/verl_jobs.py --picture        # docs/images/verl.svg, from the rows
 
-The model is a Qwen3 of two layers (tests/support/verl_job.py), so seconds are of verl's machinery, not of arithmetic.
+The model is a Qwen3 of two layers (tests/support/verl_job.py), or of the family that a kind names, so seconds are of
+verl's machinery, not of arithmetic.
 ``overhead``: one optimiser step of verl's ``fsdp2`` and of ``mantissa_fsdp2`` in fp32 on one batch, in turn.
 ``spikes``: four batches whose loss is 256 times too large for fp16, on each engine; verl's scaler is as on a GPU.
 """
@@ -55,10 +56,17 @@ def ours(name: str, *more: str, options: str = "", rollout: str = "mantissa") ->
     return given, {"external_lib": "mantissa.verl.plugin", "rollout": rollout}
 
 
+def of_family(family: str, name: str) -> tuple[list[str], dict[str, Any]]:
+    """The same for a model that only transformers knows."""
+    given, more = ours(name)
+    return given, {**more, "family": family}
+
+
 KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     **{f"fsdp2-{name}": fsdp("fsdp2", name) for name in TORCH},
     **{f"mantissa_fsdp2-{name}": fsdp("mantissa_fsdp2", name) for name in TORCH},
     **{f"mantissa-{name}": ours(name) for name in TORCH},
+    "mantissa-olmo2-bf16": of_family("olmo2", "bf16"),
     "flowrl-mantissa_fsdp2-fp16": fsdp("mantissa_fsdp2", "fp16", *FLOWRL, f"+{FREE}.flowrl={{}}"),
     "flowrl-mantissa-fp16": ours("fp16", *FLOWRL, f"{REF}.fsdp_config.dtype=float16", options=",flowrl:{}"),
     **{f"vllm-mantissa-{name}": ours(name, *VLLM, NO_PREFIX_CACHE, rollout="vllm") for name in TORCH},

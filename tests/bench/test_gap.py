@@ -63,15 +63,16 @@ def measured(folder: Path, *pairs: str) -> GapResult:
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5_text"])
 def test_a_family_that_only_transformers_knows_is_measured_and_exact(name: str, tmp_path: Path) -> None:
-    result = measured(saved(name, tmp_path / name), "bf16/fp16", "bf16", "exact", "fp8")
-    different, same, exact = result.rows
+    result = measured(saved(name, tmp_path / name), "bf16/fp16", "bf16", "exact", "bf16/fp8", "bf16+serving")
+    different, same, exact, scaled = result.rows
+    assert scaled["abs_logp_diff_mean"] > 2 * same["abs_logp_diff_mean"]
     assert different["abs_logp_diff_mean"] > 10 * same["abs_logp_diff_mean"] or same["differing"] > 0
     assert (exact["differing"], exact["kernels"]) == (0, "exact, adopted")
     assert exact["tokens"] > 20
     assert "logits equal" in exact["evidence"]
     assert len(result.failed) == 1
-    assert "fp8" in result.failed[0]
-    assert len(result.completions) == 3 * 6
+    assert "an engine's habits are for the families that our decoder knows" in result.failed[0]
+    assert len(result.completions) == 4 * 6
     assert (result.folder / "gap.html").is_file()
 
 

@@ -103,6 +103,9 @@ def test_a_family_that_only_transformers_knows(mantissa: Mantissa, tmp_path: Pat
     first, again = (completions(mantissa("sample", tmp_path, "Say", "-n", 2, "--max-tokens", 5)) for _ in range(2))
     assert first == again
     assert len(first) == 2
-    assert "fp32, bf16 or fp16" in mantissa("sample", tmp_path, "Say", "--precision", "fp8").error()
+    scaled = completions(mantissa("sample", tmp_path, "Say", "--precision", "fp8", "-n", 2, "--max-tokens", 5))
+    assert len(scaled) == 2
+    assert scaled != first
+    assert "fp8 or a scaled format" in mantissa("sample", tmp_path, "Say", "--precision", "e8m4").error()
     one, two = (mantissa("sample", tmp_path, "Say", "--top-k", 1, "--seed", seed).out for seed in (1, 2))
     assert one == two  # of one token there is no choice

@@ -13,7 +13,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.doctor.live import sampled
 from mantissa.doctor.sides import Scores, Side
 from mantissa.doctor.substitution import SERVING
-from mantissa.doctor.tune import KINDS, check, exclude_patterns, groups, tune
+from mantissa.doctor.tune import check, exclude_patterns, groups, tune
 from mantissa.kernels import resolve
 from mantissa.precision import Fp8Policy, PrecisionPolicy
 from mantissa.rollout.vllm.worker import check_layers, quantization_config
@@ -100,6 +100,12 @@ def test_a_groups_bytes_are_counted_against_all_that_a_step_reads(scores: Scores
     assert full.saved == pytest.approx(sum(group.parameters for group in every) / read)
 
 
+def test_a_group_is_one_product_of_an_engine() -> None:
+    assert [group.kind for group in groups(POLICY, 1)] == ["qkv", "o", "gate_up", "down"]
+    inside = {name.split("layers.1.")[1] for name in groups(POLICY, 2)[4].projections}
+    assert inside == {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}
+
+
 def test_every_set_of_groups_is_said_exactly_by_its_patterns() -> None:
     every = groups(POLICY, 2)
     for count in range(1, len(every) + 1):
@@ -151,4 +157,3 @@ def test_sampled_sequences_hold_the_engines_log_probs() -> None:
     assert [len(each.tokens) - each.prompt_length for each in found] == [5, 5]
     scores = Scores(POLICY, found)
     assert scores(Side("fp32")) == pytest.approx(scores.rollout, abs=1e-5)
-    assert len(KINDS) == 4

@@ -130,6 +130,25 @@ def test_a_reference_that_computes_otherwise_than_it_was_asked_to_is_found(
         assemble(configured(folders / "gemma3_text", *KL))
 
 
+@pytest.mark.parametrize(
+    ("train", "rollout", "more"),
+    [("bf16", "fp8", "fp8: {exclude: [layers.0.mlp, o_proj]}"), ("int8", "bf16", "quantized: {first: 1}")],
+)
+def test_fast_products_in_fp8_or_a_scaled_format_are_of_the_role_that_is_asked(
+    folders: Path, tmp_path: Path, train: str, rollout: str, more: str
+) -> None:
+    given = (f"precision={{train: {train}, rollout: {rollout}, {more}}}", *KL)
+    start(configured(folders / "gemma3_text", *QUICK, *given, f"run_dir={tmp_path / 'run'}"))
+    rows = rows_of(tmp_path / "run")
+    assert all(1e-4 < row["gap/abs_logp_diff_mean"] < 0.1 for row in rows)
+    assert rows[-1]["optim/updates"] > 0
+    assert rows[0]["reference/k3_kl"] == 0  # a reference is as the learner
+    table = {row["role"]: row for row in RunDirectory.open(tmp_path / "run").environment["precision"]}
+    scaled = "rollout" if rollout == "fp8" else "learner"
+    assert table[scaled]["kernels"] == "simulated"
+    assert table[scaled]["active"] == f"{rollout if rollout == 'fp8' else train} on bf16"
+
+
 def test_a_stopped_run_goes_on_bit_for_bit_and_its_policy_is_a_model_of_transformers(
     folders: Path, tmp_path: Path
 ) -> None:
@@ -320,8 +339,13 @@ def test_what_cannot_be_exact_or_computed_is_refused_before_a_folder_is_made(fol
     run = f"run_dir={tmp_path / 'run'}"
     with pytest.raises(MantissaError, match="BloomAttention"):
         start(configured(folders / "bloom", run))
-    with pytest.raises(MantissaError, match="transformers' own code is in fp32, bf16 or fp16"):
-        start(configured(folders / "gpt_oss", "precision={train: bf16, rollout: fp8}", run))
+    for name, precision, said in (
+        ("gpt_oss", "{train: e8m4, rollout: e8m4}", "which is in fp32, bf16, fp16, fp8 or a scaled format"),
+        ("gpt_oss", "{train: bf16, rollout: fp8, fp8: {exclude: [no_proj]}}", "matches no layer of this model"),
+        ("bloom", "{train: bf16, rollout: fp8}", "fp8 quantises no layer of BloomForCausalLM"),
+    ):
+        with pytest.raises(MantissaError, match=said):
+            start(configured(folders / name, f"precision={precision}", run))
     with pytest.raises(MantissaError, match=r"rollout\.engine=transformers runs it"):
         start(configured(folders / "gpt_oss", "rollout.engine=native", run))
     assert not (tmp_path / "run").exists()

@@ -68,17 +68,18 @@ def run_job(
     fails: bool = False,
     head_dim: int = 16,
     address: str | None = None,
+    family: str = "qwen3",
 ) -> Job:
     """Run a GRPO job of ``steps`` steps, whose checkpoints are in ``folder``; a second call there resumes.
 
     ``overrides``: verl's, after the defaults below, so they win. ``rollout``: the rollout's name, which
     ``external_lib`` registers (``hf_test`` is transformers' generation, in ``verl_test_parts``). ``environment``: more
     variables. ``fails``: the job must end with an error, which is not raised. ``head_dim``: of the model; vLLM has no
-    16 on a processor. ``address``: of a Ray of two nodes (``verl_nodes``), over which the ranks are spread evenly; what
-    the job's processes see is then that Ray's environment.
+    16 on a processor. ``family``: transformers' name of it. ``address``: of a Ray of two nodes (``verl_nodes``), over
+    which the ranks are spread evenly; what the job's processes see is then that Ray's environment.
     Raises ``JobError`` with the log's end where the job ends otherwise, or takes longer than ``seconds``.
     """
-    make_inputs(folder, head_dim)
+    make_inputs(folder, head_dim, family)
     tag, short = uuid.uuid4().hex, Path(tempfile.mkdtemp(prefix="verl", dir="/tmp"))  # sockets want a short path
     log, rows = folder / "job.log", folder / f"metrics-{tag[:8]}.jsonl"
     defaults = _defaults(folder, steps, ranks, rollout)
@@ -208,12 +209,12 @@ def _defaults(folder: Path, steps: int, ranks: int, rollout: str) -> list[str]:
     ]
 
 
-def make_inputs(folder: Path, head_dim: int = 16) -> None:
-    """A Qwen3 of two layers with random weights (seed 0), a tokenizer of characters, and 64 sums as verl's columns."""
+def make_inputs(folder: Path, head_dim: int = 16, family: str = "qwen3") -> None:
+    """A model of two layers with random weights (seed 0), a tokenizer of characters, and 64 sums as verl's columns."""
     if (folder / "val.parquet").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    write_policy(folder / "model", answers=(), head_dim=head_dim)
+    write_policy(folder / "model", answers=(), head_dim=head_dim, family=family)
     import pyarrow as pa
     import pyarrow.parquet as pq
 

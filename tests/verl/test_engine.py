@@ -19,18 +19,26 @@ ROWS = [([2, 5, 6], [7, 8, 9, 1]), ([2, 10], [11, 0]), ([2, 5, 6], [12, 13, 14, 
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The tiny model, and a process group of one."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """The tiny model, one of a family that only transformers knows, and a process group of one."""
     os.environ["VERL_PLATFORM"] = "cpu"
     import mantissa.verl.plugin  # noqa: F401
 
     folder = tmp_path_factory.mktemp("engine")
-    make_inputs(folder)
+    found = {}
+    for family in ("qwen3", "olmo2"):
+        make_inputs(folder / family, family=family)
+        found[family] = folder / family / "model"
     store = torch.distributed.FileStore(str(folder / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield folder / "model"
+    yield found
     torch.distributed.destroy_process_group()
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def model(models: dict[str, Path]) -> Path:
+    return models["qwen3"]
 
 
 def engine_of(model: Path, strategy: str, options: dict[str, Any] | None = None, **optim: Any) -> Any:
@@ -130,10 +138,20 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in engine.get_per_tensor_param(layered_summon=False)[0]}
 
 
-@pytest.mark.parametrize("temperature", [0.7, torch.tensor([0.7, 1.0, 1.3, 0.7])], ids=["one", "by row"])
-def test_an_update_is_verl_s_own(model: Path, temperature: Any) -> None:
+@pytest.mark.parametrize(
+    ("family", "kernels", "temperature"),
+    [
+        pytest.param("qwen3", "fast", 0.7, id="one"),
+        pytest.param("qwen3", "fast", torch.tensor([0.7, 1.0, 1.3, 0.7]), id="by row"),
+        pytest.param("olmo2", "fast", torch.tensor([0.7, 1.0, 1.3, 0.7]), id="transformers' own"),
+        pytest.param("olmo2", "exact", 0.7, id="adopted"),
+    ],
+)
+def test_an_update_is_verl_s_own(models: dict[str, Path], family: str, kernels: str, temperature: Any) -> None:
     """Log-probs, entropies, loss, the gradient's norm and the weights after a step, at every temperature."""
-    engines = [ours(model), theirs(model)]
+    model = models[family]
+    options = {"precision": {"train": "fp32", "rollout": "fp32", "kernels": kernels}, "length": 16}
+    engines = [engine_of(model, "mantissa", options), theirs(model)]
     with torch.no_grad():
         scored = [engine.infer_batch(batch(temperature))["model_output"] for engine in engines]
     for name in ("log_probs", "entropy"):
@@ -160,8 +178,10 @@ def test_an_update_is_verl_s_own(model: Path, temperature: Any) -> None:
     assert torch.equal(other[pad][0], before[pad][0])
 
 
-def test_a_policy_goes_on_from_a_checkpoint_bit_for_bit(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+def test_a_policy_goes_on_from_a_checkpoint_bit_for_bit(models: dict[str, Path], tmp_path: Path, family: str) -> None:
     """Weights, moments, scaler and schedule: three updates, the last two again after a load into a fresh engine."""
+    model = models[family]
     optim = {"lr_scheduler_type": "cosine", "total_training_steps": 6, "lr_warmup_steps": 2}
     options = {"precision": {"train": "fp16", "rollout": "fp16", "kernels": "exact"}, "length": 16}
     first = engine_of(model, "mantissa", options, **optim)

@@ -27,6 +27,10 @@ def mantissa_job(folder: Path, options: str, *overrides: str, **more: Any) -> Jo
     return run_job(folder, *ours, *overrides, rollout="mantissa", external_lib="mantissa.verl.plugin", **more)
 
 
+def torch_name(name: str) -> str:
+    return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[name]
+
+
 def exact(name: str, *more: str) -> str:
     """Options of a job in one format, exact."""
     return "{" + ",".join((f"precision:{{train:{name},rollout:{name},kernels:exact}}", "length:32", *more)) + "}"
@@ -49,6 +53,50 @@ def test_rollout_old_and_update_have_equal_log_probs(tmp_path: Path, name: str) 
     assert all(row["training/rollout_probs_diff_max"] == 0.0 for row in job.metrics.values())
     assert all(row["actor/mantissa/skipped"] == 0 for row in job.metrics.values())
     assert job.metrics[1]["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "ranks"),
+    [
+        ("olmo2", "bf16", 1),
+        pytest.param("gemma3_text", "fp16", 2, marks=VARIANT),
+        pytest.param("gpt_neox", "fp32", 1, marks=VARIANT),
+    ],
+)
+def test_a_family_that_only_transformers_knows(tmp_path: Path, family: str, name: str, ranks: int) -> None:
+    """Adopted on both sides: equal log-probs, a reference, checkpoints that go on, a policy that transformers loads."""
+    overrides = (
+        *ORDERED,
+        f"{ACTOR}.use_kl_loss=True",
+        f"{REF}.fsdp_config.dtype={torch_name(name)}",
+        f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+    )
+    job = mantissa_job(tmp_path, exact(name), *overrides, family=family, ranks=ranks)
+    compared = sum(row["actor/mantissa/logprobs_compared"] for row in job.metrics.values())
+    unlike = [row[f"actor/mantissa/logprobs_unlike_{of}"] for row in job.metrics.values() for of in ("rollout", "old")]
+    print(f"{family} {name}: {unlike} of {compared:.0f} log-probs differ; {job.seconds:.0f} s")
+    assert sorted(job.metrics) == [1, 2]
+    assert compared > 500
+    assert unlike == [0.0] * 4
+    assert all(row["actor/mantissa/skipped"] == 0 for row in job.metrics.values())
+    assert job.metrics[1]["actor/grad_norm"] > 0
+    assert job.metrics[1]["actor/kl_loss"] == 0
+    assert job.metrics[2]["actor/kl_loss"] != 0
+    assert "logits equal: padded left and right" in job.log  # the server's own comparison
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(job.checkpoint(2) / "huggingface")
+    assert loaded.config.model_type == family
+
+
+@VARIANT
+def test_such_a_family_by_transformers_own_kernels(tmp_path: Path) -> None:
+    """Fast, in slices over two ranks: a half format's gap between both sides."""
+    fast = "{precision:{train:bf16,rollout:bf16,kernels:fast},length:32}"
+    first = mantissa_job(tmp_path, fast, *ORDERED, family="olmo2", ranks=2).metrics[1]
+    assert first["actor/mantissa/logprobs_unlike_rollout"] > 0
+    assert 0 < first["training/rollout_probs_diff_max"] < 0.05
+    assert first["actor/grad_norm"] > 0
 
 
 @pytest.mark.parametrize("shard", ["fsdp2", pytest.param("ddp", marks=VARIANT)])

@@ -1,5 +1,5 @@
 """Any causal language model of transformers under Mantissa's kernels: ``adopt``."""
 
-from mantissa.adopted.adopt import Adopted, adopt
+from mantissa.adopted.adopt import Adopted, Plans, adopt
 
-__all__ = ["Adopted", "adopt"]
+__all__ = ["Adopted", "Plans", "adopt"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from mantissa.adopted import attention as attentions
 from mantissa.adopted.census import LENGTH, census, compare, drawn, read
 from mantissa.adopted.recurrence import Replaced, replaced, replacements
-from mantissa.adopted.route import RUNNING, Copies, Routed, quantizes
+from mantissa.adopted.route import RUNNING, Routed, check_layers
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import ExactPlan, ModelShapes, ResolvedRole, plan_exact, resolve
 from mantissa.precision import BF16, FP16, FP32, NumberFormat, PrecisionPolicy, format_named
 
+Plans = Mapping[tuple[int, int, int], ExactPlan]
 _FORMATS = (FP32, BF16, FP16)
 _SETTINGS = {"_attn_implementation_internal": attentions.NAME, "_experts_implementation_internal": "eager"}
 
@@ -38,6 +39,11 @@ class Adopted:
     def format(self) -> NumberFormat:
         """What the model computes in."""
         return self.mode.format
+
+    @property
+    def plans(self) -> Plans:
+        """How this processor's products and attentions are computed, by an attention's heads; empty on a GPU."""
+        return dict(self.mode.plans or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Adopted:
         return self  # of a copied model: the same plan; it holds no weights
@@ -67,14 +73,9 @@ class Adopted:
             for stack in (RUNNING.modes, RUNNING.heads, RUNNING.places):
                 stack.pop()
 
-    @contextlib.contextmanager
-    def keeping(self) -> Iterator[None]:
+    def keeping(self) -> contextlib.AbstractContextManager[None]:
         """Within this, no weight changes: what a product reads of it is made once."""
-        before, self.mode.copies = self.mode.copies, self.mode.copies or Copies()
-        try:
-            yield
-        finally:
-            self.mode.copies = before
+        return self.mode.keeping()
 
     def knows(self, copy: nn.Module) -> None:
         """Let a copy of the model be quantised as the model is: by the names of its own weights."""
@@ -235,6 +236,7 @@ def adopt(
     model: nn.Module,
     precision: str | PrecisionPolicy | None = None,
     length: int | None = None,
+    plans: Plans | None = None,
 ) -> Adopted:
     """Put a causal language model of transformers under Mantissa's kernels, in place; ``release`` takes it off again.
 
@@ -245,7 +247,8 @@ def adopt(
     ``precision``: a format (``fp32``, ``bf16``, ``fp16``; ``fp8``, ``mxfp8``, ``int8``, ..., whose quantised products
     are the policy's), or a policy whose roles agree; None: what the parameters are in. Parameters in fp32 are masters
     of a half: cast, or quantised, where they are used. ``length``: positions of the longest sequence;
-    None: what the model was made for, up to 4096.
+    None: what the model was made for, up to 4096. ``plans``: those of another process that adopted this model
+    (``Adopted.plans``), whose bits are wanted; None: found here.
 
     ``MantissaError``, and nothing changed, for what is no such model, or has an operation or a cache that has no exact
     form (named with its module); proven on this model before it is used.
@@ -261,12 +264,7 @@ def adopt(
     mode = Routed(role.active, _casts(root, role), format_named(policy.logits), role.fp8, gpu)
     mode.names = _names(root)
     if role.fp8 is not None:
-        layers = [mode.names[id(p)] for p in root.parameters() if p.dim() > 1]
-        role.fp8.check(layers)
-        if not any(quantizes(role.fp8, name) for name in layers):
-            raise MantissaError(
-                f"adopt: {role.fp8.kind} quantises no layer of {type(root).__name__}; choose fp32, bf16 or fp16"
-            )
+        check_layers(role.fp8, root)
     masters = " of fp32 parameters" if mode.cast else ""
     head = f"{type(root).__name__} in {role.name}{masters}, logits {policy.logits}"
     adopted = Adopted(mode, [f"{head}: exact kernels by {role.backend} products"], replacements(root))
@@ -275,7 +273,7 @@ def adopt(
     adopted._take(root)
     try:
         _read(root, adopted, tokens)
-        mode.plans = {} if gpu else _plans(mode, role, vocabulary, longest)
+        mode.plans = {} if gpu else _plans(mode, role, vocabulary, longest) if plans is None else dict(plans)
         mode.length = longest if gpu else mode.plan.length
         counted = census(root, mode, tokens[:, : min(40, tokens.shape[1])])
         planned = ["products, sums and attention: Triton's, in one order for any number of rows"]

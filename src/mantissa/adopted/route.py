@@ -109,6 +109,17 @@ def quantizes(policy: Fp8Policy, name: str) -> bool:
     return policy.quantizes(name) and name.rpartition(".")[2] not in _ROUTERS
 
 
+def check_layers(policy: Fp8Policy, model: nn.Module) -> None:
+    """``MantissaError`` where the policy names no layer of a model, or quantises none."""
+    layers = [name.removesuffix(".weight") for name, p in model.named_parameters() if p.dim() > 1]
+    policy.check(layers)
+    if not any(quantizes(policy, name) for name in layers):
+        raise MantissaError(
+            f"{policy.kind} quantises no layer of {type(model).__name__}, whose projections are in no layers that are "
+            "named so; choose fp32, bf16 or fp16"
+        )
+
+
 class Copies:
     """Copies of weights, made once each, for as long as no weight changes: each one's version is looked at."""
 
@@ -146,6 +157,7 @@ class Routed(TorchFunctionMode):
         self.names: dict[int, str] = {}  # of the model's parameters, by id
         self.inside = 0  # how many routed functions are on their way
         self.copies: Copies | None = None  # while weights do not change
+        self.routes = ROUTES
 
     @property
     def plan(self) -> ExactPlan:
@@ -165,11 +177,20 @@ class Routed(TorchFunctionMode):
                 return picked.to(self.format.dtype) if _is_master(args[0]) or _is_master(args[-1]) else picked
             if func not in _AS_THEY_ARE:
                 args, kwargs = self.cast_all(args), {name: self.cast_one(x) for name, x in kwargs.items()}
-        route = ROUTES.get(func)
+        route = self.routes.get(func)
         if route is None:
             return func(*args, **kwargs)
         with self.routing():
             return route(self, func, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Within this, no weight changes: what a product reads of it is made once."""
+        before, self.copies = self.copies, self.copies or Copies()
+        try:
+            yield
+        finally:
+            self.copies = before
 
     @contextlib.contextmanager
     def routing(self) -> Iterator[None]:
@@ -210,7 +231,7 @@ class Routed(TorchFunctionMode):
     def by_weight(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
         """x @ weight^T + bias, of a weight that is a parameter or a part of one: quantised where the policy says so."""
         if self.fp8 is not None and x_NE.is_floating_point():
-            name = self.names.get(id(_base(weight_FE)))
+            name = self.names.get(id(base_of(weight_FE)))
             if name is None:
                 raise MantissaError(
                     f"adopt: in {self.fp8.kind} each weight must be one that the model had when it was adopted; a "
@@ -219,7 +240,7 @@ class Routed(TorchFunctionMode):
             if quantizes(self.fp8, name):
                 return self._quantized(x_NE, weight_FE, bias_F)
         x_NE, weight_FE, bias_F = self.cast_all((x_NE, weight_FE, bias_F))
-        if self.cast and _is_master(_base(weight_FE)) and weight_FE.dtype is torch.float32:
+        if self.cast and _is_master(base_of(weight_FE)) and weight_FE.dtype is torch.float32:
             weight_FE = weight_FE.to(self.format.dtype)  # a part of one
         return self.linear(x_NE, weight_FE, bias_F)
 
@@ -242,7 +263,7 @@ class Routed(TorchFunctionMode):
             return F.linear(x_NE, weight_FE, bias_F)  # whose error says it best
         wide = wide or x_NE.dtype is torch.float32
         if self.plans is None:
-            base = _base(weight_FE)
+            base = base_of(weight_FE)
             name = getattr(base, "_of_a_weight", None) or self.names.get(id(base), "a product")
             self.products.setdefault(((weight_FE.shape[0], weight_FE.shape[1]), wide), name)
             return F.linear(x_NE, weight_FE, bias_F)
@@ -374,10 +395,11 @@ def _is_master(x: Any) -> bool:
 
 
 def _is_weight(x: Tensor) -> bool:
-    return isinstance(_base(x), nn.Parameter) or hasattr(_base(x), "_of_a_weight")
+    return isinstance(base_of(x), nn.Parameter) or hasattr(base_of(x), "_of_a_weight")
 
 
-def _base(x: Tensor) -> Tensor:
+def base_of(x: Tensor) -> Tensor:
+    """The tensor that ``x`` is a view of, or itself."""
     return x if x._base is None else x._base
 
 

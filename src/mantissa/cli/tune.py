@@ -62,7 +62,7 @@ def tune(
 
     what, of = cast("Figure", figure), cast("Role", role)
     found = find(scores, budget=budget, base=base, figure=what, role=of, blocks=blocks, say=progress)
-    check(found, scores.decoder.projections)
+    check(found, scores.model.projections)
     progress("")
     rows = _rows(found, model, chosen, seed, max_tokens)
     if out is not None:
@@ -89,15 +89,13 @@ def _sampled(
     from mantissa.bench.options import GapConfig
     from mantissa.doctor.live import sampled
     from mantissa.doctor.sides import Scores
-    from mantissa.doctor.substitution import plain_policy
-    from mantissa.rl.adapters import open_policy, policy_folder
+    from mantissa.rl.doctor_model import open_plain
 
     chosen, texts = choose_device(device), read_prompts(prompts)
     echo_warning(crowded(torch.get_num_threads()), err=True)
     be_deterministic(chosen)
     progress(f"loading {model}")
-    policy, tokenizer = open_policy(policy_folder(model), None, 0)
-    policy = plain_policy(policy).requires_grad_(False).to(chosen)
+    policy, tokenizer = open_plain(model, chosen)
     config = GapConfig(model=model, device=str(chosen), max_tokens=max_tokens)
     asked = encode(texts, tokenizer, policy.config.max_position_embeddings, config)
     progress(f"sampling {len(asked)} completions in {base}")

@@ -73,8 +73,6 @@ def consult(
     diagnosis = decided(diagnosis, found, reproduced(scores, base, dump.settings))
     followed = None
     if layers:
-        if isinstance(model, AnyModel):
-            raise MantissaError("--by-layer follows the layers of our own decoder, which does not know this family")
         learner, rollout = (_plain_head(side) for side in found.found)
         if learner != rollout:
             followed = by_layer(scores, learner, rollout, say)

@@ -21,16 +21,17 @@ Legend: B sequences, T positions, E features, N compared tokens, L layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError
-from mantissa.doctor.sides import Array, Batch, Scores, Side, attention
-from mantissa.model.decoder import Layer
+from mantissa.doctor.sides import AnyModel, Array, Batch, Scores, Side, attention
+from mantissa.model.decoder import Decoder, Layer
 from mantissa.runs.plots import BLUE, GREEN, GREY, ORANGE, Line, Plot, chart
 
 SEQUENCES = 8  # whose layers are exchanged one by one
@@ -85,10 +86,10 @@ def by_layer(scores: Scores, learner: Side, rollout: Side, tick: Callable[[str],
 
 class _Follower:
     def __init__(self, scores: Scores, learner: Side, rollout: Side, tick: Callable[[str], None]) -> None:
-        self.scores, self.model, self.tick = scores, scores.decoder, tick
-        self.sides = (learner, rollout)
-        self.kernels = tuple(side.kernels(scores.device) for side in self.sides)
-        self.names = ["embedding", *(f"layer {n}" for n in range(self.model.config.num_hidden_layers)), "log-probs"]
+        self.scores, self.tick = scores, tick
+        kind = _OfTransformers if isinstance(scores.model, AnyModel) else _OfDecoder
+        self.model = kind(scores, (learner, rollout))
+        self.names = ["embedding", *(f"layer {n}" for n in range(scores.model.config.num_hidden_layers)), "log-probs"]
 
     def run(self) -> ByLayer:
         count = len(self.scores.d)
@@ -116,7 +117,7 @@ class _Follower:
     # layer by layer
 
     def _follow(self, batch: Batch, squares: Array, relative_NL: Array, logp: Array) -> None:
-        steps = zip(self._steps(batch, 0), self._steps(batch, 1), strict=True)
+        steps = zip(self.model.steps(batch, 0), self.model.steps(batch, 1), strict=True)
         streams: list[_Stream | None] = [None, None]
         for n, (f, g) in enumerate(steps):
             x, y = f(streams[0]), g(streams[1])
@@ -131,43 +132,7 @@ class _Follower:
         assert mine is not None
         assert theirs is not None
         for n, (side, stream) in enumerate(((0, mine), (1, theirs), (0, theirs))):
-            logp[n, batch.places] = self._head(batch, side, stream)
-
-    def _steps(self, batch: Batch, side: int) -> Iterator[Callable[[_Stream | None], _Stream]]:
-        """The embedding and each layer as functions of the stream before, as ``side`` computes them."""
-        kernels, how = self.kernels[side], self.sides[side]
-        positions_1T = torch.arange(batch.tokens_BT.shape[1], device=self.scores.device).unsqueeze(0)
-        angles = positions_1T.unsqueeze(-1).float() * self.model.config.rotary_frequencies(self.scores.device)
-        angles = torch.cat((angles, angles), dim=-1)
-        cos, sin, attend = angles.cos(), angles.sin(), attention(kernels, how)
-
-        def embed(_: _Stream | None) -> _Stream:
-            with self.scores.weights_of(how, "model.embed_tokens."):
-                return kernels.embedding(batch.tokens_BT, self.model.model.embed_tokens.weight), None
-
-        yield embed
-        for index, layer in enumerate(self.model.model.layers):
-            assert isinstance(layer, Layer)
-
-            def step(stream: _Stream | None, index: int = index, layer: Layer = layer) -> _Stream:
-                assert stream is not None
-                with self.scores.weights_of(how, f"model.layers.{index}."):
-                    found: _Stream = layer(*stream, cos, sin, index, attend, None, kernels)
-                    return found
-
-            yield step
-
-    def _head(self, batch: Batch, side: int, stream: _Stream) -> Array:
-        """Log-probs of the compared tokens after a stream, by the final norm and head of ``side``."""
-        kernels, how = self.kernels[side], self.sides[side]
-        x, added = stream
-        with self.scores.weights_of(how, "model.norm."), self.scores.weights_of(how, self._head_name):
-            hidden = self.model.model.norm.of_sum(x, added, kernels)[1]
-            return self.scores.logp(kernels, how, batch.before(hidden), batch)
-
-    @property
-    def _head_name(self) -> str:
-        return "model.embed_tokens." if self.model.lm_head is None else "lm_head."
+            logp[n, batch.places] = self.model.head(batch, side, stream)
 
     # exchanging layers one by one
 
@@ -176,12 +141,12 @@ class _Follower:
         changes = [0.0] * len(self.names)
         whole = 0.0
         for batch in self._some():
-            rollout = _done(self._steps(batch, 1))  # the first n as the rollout: its streams, kept
-            at = [self._head(batch, 0, self._rest(batch, None, 0))]
+            rollout = _done(self.model.steps(batch, 1))  # the first n as the rollout: its streams, kept
+            at = [self.model.head(batch, 0, self._rest(batch, None, 0))]
             for n in range(len(rollout)):
                 self.tick(f"exchanging {self.names[n]}")
-                at.append(self._head(batch, 0, self._rest(batch, rollout[n], n + 1)))
-            at.append(self._head(batch, 1, rollout[-1]))
+                at.append(self.model.head(batch, 0, self._rest(batch, rollout[n], n + 1)))
+            at.append(self.model.head(batch, 1, rollout[-1]))
             d = at[0] - at[-1]
             whole += float(np.square(d).sum())
             changes = [
@@ -192,7 +157,7 @@ class _Follower:
 
     def _rest(self, batch: Batch, stream: _Stream | None, first: int) -> _Stream:
         """The learner's steps from ``first`` on."""
-        for n, step in enumerate(self._steps(batch, 0)):
+        for n, step in enumerate(self.model.steps(batch, 0)):
             if n >= first:
                 stream = step(stream)
         assert stream is not None
@@ -200,7 +165,7 @@ class _Follower:
 
     def _some(self) -> Iterator[Batch]:
         """The batches of the first sequences alone."""
-        some = Scores(self.model, self.scores.sequences[:SEQUENCES], self.scores.versions)
+        some = Scores(self.scores.model, self.scores.sequences[:SEQUENCES], self.scores.versions)
         yield from some.batches()
 
     def _worst(self, d: Array, logp: Array, relative_NL: Array) -> tuple[WorstToken, ...]:
@@ -217,6 +182,156 @@ class _Follower:
             both = float(logp[0, place]), float(logp[1, place])
             found.append(WorstToken(sequence, position, token, *both, self.names[int(grown.argmax())]))
         return tuple(found)
+
+
+class _Sides:
+    """Two ways in which a model is computed: ``sides``, the learner's first, with their kernels."""
+
+    def __init__(self, scores: Scores, sides: tuple[Side, Side]) -> None:
+        self.scores, self.sides = scores, sides
+        self.kernels = tuple(side.kernels(scores.device) for side in sides)
+
+    def steps(self, batch: Batch, side: int) -> Iterator[Callable[[_Stream | None], _Stream]]:
+        """The embedding and each layer as functions of the stream before, as ``side`` computes them."""
+        raise NotImplementedError
+
+    def head(self, batch: Batch, side: int, stream: _Stream) -> Array:
+        """Log-probs of the compared tokens after a stream, by the final norm and head of ``side``."""
+        raise NotImplementedError
+
+
+class _OfDecoder(_Sides):
+    """Our own decoder."""
+
+    @property
+    def decoder(self) -> Decoder:
+        return self.scores.decoder
+
+    def steps(self, batch: Batch, side: int) -> Iterator[Callable[[_Stream | None], _Stream]]:
+        """The embedding and each layer as functions of the stream before, as ``side`` computes them."""
+        kernels, how = self.kernels[side], self.sides[side]
+        positions_1T = torch.arange(batch.tokens_BT.shape[1], device=self.scores.device).unsqueeze(0)
+        angles = positions_1T.unsqueeze(-1).float() * self.decoder.config.rotary_frequencies(self.scores.device)
+        angles = torch.cat((angles, angles), dim=-1)
+        cos, sin, attend = angles.cos(), angles.sin(), attention(kernels, how)
+
+        def embed(_: _Stream | None) -> _Stream:
+            with self.scores.weights_of(how, "model.embed_tokens."):
+                return kernels.embedding(batch.tokens_BT, self.decoder.model.embed_tokens.weight), None
+
+        yield embed
+        for index, layer in enumerate(self.decoder.model.layers):
+            assert isinstance(layer, Layer)
+
+            def step(stream: _Stream | None, index: int = index, layer: Layer = layer) -> _Stream:
+                assert stream is not None
+                with self.scores.weights_of(how, f"model.layers.{index}."):
+                    found: _Stream = layer(*stream, cos, sin, index, attend, None, kernels)
+                    return found
+
+            yield step
+
+    def head(self, batch: Batch, side: int, stream: _Stream) -> Array:
+        """Log-probs of the compared tokens after a stream, by the final norm and head of ``side``."""
+        kernels, how = self.kernels[side], self.sides[side]
+        x, added = stream
+        with self.scores.weights_of(how, "model.norm."), self.scores.weights_of(how, self._head_name):
+            hidden = self.decoder.model.norm.of_sum(x, added, kernels)[1]
+            return self.scores.logp(kernels, how, batch.before(hidden), batch)
+
+    @property
+    def _head_name(self) -> str:
+        return "model.embed_tokens." if self.decoder.lm_head is None else "lm_head."
+
+
+class _OfTransformers(_Sides):
+    """A model of transformers: its layers are called one by one with what its own forward gave them beside the stream.
+
+    ``MantissaError`` where that is not how the model computes: its layers then pass more on than one stream.
+    """
+
+    def __init__(self, scores: Scores, sides: tuple[Side, Side]) -> None:
+        super().__init__(scores, sides)
+        assert isinstance(scores.model, AnyModel)
+        self.model = scores.model
+        self.layers = self.model.layers
+        self._batch: Batch | None = None
+        self._calls: dict[int, list[_Call]] = {}
+        self._check(next(scores.batches()))
+
+    def _check(self, batch: Batch) -> None:
+        stream = _done(self.steps(batch, 0))[-1]
+        with torch.no_grad():
+            direct = self.scores.all([self.sides[0]])[0][batch.places]
+        if not np.array_equal(self.head(batch, 0, stream), direct):
+            raise MantissaError(
+                f"--by-layer: the layers of {type(self.model.model).__name__} do not pass one stream on, from each to "
+                "the next; leave it out"
+            )
+
+    def steps(self, batch: Batch, side: int) -> Iterator[Callable[[_Stream | None], _Stream]]:
+        calls = self._called(batch, side)
+        yield lambda _: (calls[0].stream, None)
+        for layer, call in zip(self.layers, calls, strict=True):
+
+            def step(stream: _Stream | None, layer: nn.Module = layer, call: _Call = call) -> _Stream:
+                assert stream is not None
+                with self._as(side):
+                    out = layer(stream[0].to(call.stream.dtype), *call.args, **call.given)
+                return (out[0] if isinstance(out, tuple) else out), None
+
+            yield step
+
+    @contextmanager
+    def _as(self, side: int) -> Iterator[None]:
+        how = self.sides[side]
+        with self.scores.weights_of(how), self.model.computing(how, self.kernels[side].format):
+            yield
+
+    def _called(self, batch: Batch, side: int) -> list[_Call]:
+        """What the model's own forward gives each layer."""
+        if self._batch is not batch:
+            self._batch, self._calls = batch, {}
+        if side not in self._calls:
+            calls: list[_Call] = []
+
+            def keep(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+                stream = args[0] if args else given["hidden_states"]
+                calls.append(_Call(stream, args[1:], {k: v for k, v in given.items() if k != "hidden_states"}))
+
+            handles = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in self.layers]
+            try:
+                self._forward(batch, side)
+            finally:
+                for handle in handles:
+                    handle.remove()
+            self._calls[side] = calls
+        return self._calls[side]
+
+    def _forward(self, batch: Batch, side: int) -> Tensor:
+        how = self.sides[side]
+        with self.scores.weights_of(how):
+            return self.model.logits_of(batch.tokens_BT, batch.positions_BT, how, self.kernels[side].format)
+
+    def head(self, batch: Batch, side: int, stream: _Stream) -> Array:
+        x = stream[0].to(self._called(batch, side)[0].stream.dtype)
+        for layer in self.layers:
+            layer.forward = lambda *_, **__: x  # the model's own forward, of which the layers are left out
+        try:
+            logits = self._forward(batch, side)
+        finally:
+            for layer in self.layers:
+                del layer.forward
+        return self.scores.logp(self.kernels[side], self.sides[side], batch.before(logits), batch)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one layer was called with: the residual ``stream``, and everything beside it."""
+
+    stream: Tensor
+    args: tuple[Any, ...]
+    given: dict[str, Any]
 
 
 def _done(steps: Iterator[Callable[[_Stream | None], _Stream]]) -> list[_Stream]:

@@ -11,6 +11,7 @@ it holds that is no log-prob of the token asked for is an error.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,12 +25,13 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.http import OK, http_answer, server_address
 from mantissa.base.readers.json import parse_json
 from mantissa.doctor.dump import Dump, Scored
-from mantissa.doctor.sides import Array, evenly_spaced
+from mantissa.doctor.sides import AnyModel, Array, evenly_spaced
 from mantissa.doctor.thresholds import ABOVE_ZERO
 from mantissa.kernels import resolve, rollout_kernels
 from mantissa.model import Decoder, policy_weights
 from mantissa.precision import PrecisionPolicy
 from mantissa.rollout import NativeEngine, Request, SamplingParams
+from mantissa.rollout.transformers import TransformersEngine, in_role
 
 _SLOTS = 64
 _MOST_BYTES = 64 << 20  # of one answer
@@ -37,7 +39,7 @@ _TIMEOUT_S = 600.0
 
 
 def sampled(
-    model: Decoder,
+    model: Decoder | AnyModel,
     prompts: Sequence[Sequence[int]],
     *,
     format: str,
@@ -47,17 +49,22 @@ def sampled(
     stop: Sequence[int] = (),
     device: torch.device | str = "cpu",
 ) -> list[Scored]:
-    """One completion of each prompt by our own engine in ``format``, its log-probs in place of both sides'."""
-    precision = resolve(PrecisionPolicy(train=format, rollout=format), device)
-    engine = NativeEngine(
-        model.config,
-        rollout_kernels(precision),
-        kv_format=precision.kv_cache.active,
-        slots=min(len(prompts), _SLOTS),
-        max_length=max(map(len, prompts)) + max_tokens,
-        device=device,
-    )
-    engine.sync(policy_weights(model), 0)
+    """One completion of each prompt by our own engine in ``format``, its log-probs in place of both sides'; of a model
+    that runs by transformers' code, from its own cache."""
+    precision, slots = resolve(PrecisionPolicy(train=format, rollout=format), device), min(len(prompts), _SLOTS)
+    engine: NativeEngine | TransformersEngine
+    if isinstance(model, AnyModel):
+        engine = TransformersEngine(in_role(copy.deepcopy(model.model), precision.rollout), slots=slots)
+    else:
+        engine = NativeEngine(
+            model.config,
+            rollout_kernels(precision),
+            kv_format=precision.kv_cache.active,
+            slots=slots,
+            max_length=max(map(len, prompts)) + max_tokens,
+            device=device,
+        )
+        engine.sync(policy_weights(model), 0)
     requests = [Request(tuple(prompt), seed + number) for number, prompt in enumerate(prompts)]
     answers = engine.generate(requests, SamplingParams(max_tokens, temperature, stop_token_ids=tuple(stop)), 0)
     found = []

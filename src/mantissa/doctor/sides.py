@@ -12,31 +12,38 @@ Legend: B sequences, T positions, N compared response tokens of all sequences, E
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
+from mantissa.adopted.altered import Altered
 from mantissa.base.errors import MantissaError
 from mantissa.doctor.dump import Scored
 from mantissa.kernels import EmulatedKernels, Emulation, Kernels, learner_kernels, resolve
+from mantissa.kernels.emulated import SPLITS
 from mantissa.model import Decoder, ModelConfig
 from mantissa.model.decoder import Attend
 from mantissa.precision import BF16, E4M3, Fp8Policy, NumberFormat, PrecisionPolicy, round_cached, round_to_format
 from mantissa.rollout import SamplingParams
 from mantissa.rollout.sampling import filter_logits
-from mantissa.rollout.transformers import TransformersPolicy, positions_of
+from mantissa.rollout.transformers import positions_of
 
 Array = NDArray[np.float64]
 Weights = Mapping[str, Tensor]  # fp32 masters by name; may read each as it is asked for
 MICRO_BATCH = 4096  # padded tokens of one forward: each rounds all weights once more
 _HEAD_ROWS = 128  # logits at a time: 25 MB at 49,152 words
+_TRIED = 16  # tokens of a forward that finds the products with weights
+_SPLIT = ("products", "split")
+_ATTENTION = "_attn_implementation_internal"  # of transformers' configurations
 
 
 class Fed(StrEnum):
@@ -71,7 +78,7 @@ class Side:
     tokens alone that the dump says were kept. ``cap``: logits are cap * tanh(logits / cap), 0: as they are.
     ``weights``: which version, ``""`` the declared one. ``layer``: the one layer whose weights are of that version;
     None: all. ``prompt``: what it was computed with. ``moved``: added to the positions
-    of responses. ``theta``: factor of the rotary base.
+    of responses. ``theta``: factor of the rotary base. ``eager``: attention by transformers' plain products.
     """
 
     format: str = "fp32"
@@ -90,6 +97,7 @@ class Side:
     prompt: Fed = Fed.OWN
     moved: int = 0
     theta: float = 1.0
+    eager: bool = False
 
     def __str__(self) -> str:
         """In a few words."""
@@ -99,6 +107,7 @@ class Side:
         said += [f"top-k {self.top_k}"] * bool(self.top_k) + [f"top-p {self.top_p:g}"] * (self.top_p < 1)
         said += [f"logits soft-capped at {self.cap:g}"] * bool(self.cap)
         said += [f"weights of {self.weights}"] * bool(self.weights) + [f"prompt {self.prompt}"] * bool(self.prompt)
+        said += ["attention eager"] * self.eager
         return ", ".join(said + [f"{name}={value}" for name, value in sorted(self.habits)])
 
     @property
@@ -106,16 +115,22 @@ class Side:
         """The part that the hidden states depend on."""
         return replace(self, logits="fp32", temperature=1.0, top_k=0, top_p=1.0, kept=False, cap=0.0)
 
+    @property
+    def fp8(self) -> Fp8Policy | None:
+        """Which products have fp8 operands; None in another format."""
+        if self.format != "fp8":
+            return None
+        return Fp8Policy(base="fp16" if self.base == "fp16" else "bf16", exclude=self.exclude)
+
     def kernels(self, device: torch.device | str) -> Kernels:
         """A learner's kernels in this side's formats (weights given are masters), with its habits."""
-        fp8 = Fp8Policy(base="fp16" if self.base == "fp16" else "bf16", exclude=self.exclude)
         # On a CPU simulated, whatever this one multiplies itself: layers of two sides are put together in fp32 tensors.
         here = torch.device(device).type == "cpu" and self.format != "fp32"
         policy = PrecisionPolicy(
             train=self.format,
             rollout=self.format,
             logits=self.logits,
-            fp8=fp8 if self.format == "fp8" else None,
+            fp8=self.fp8,
             backend="simulated" if here else "auto",
         )
         resolved = resolve(policy, device)
@@ -202,11 +217,52 @@ class AnyModel:
         """By transformers' names."""
         return self.model.named_parameters()
 
-    def logits_of(self, tokens_BT: Tensor, positions_BT: Tensor, fmt: NumberFormat) -> Tensor:
-        """Its logits, its weights cast to ``fmt``; B,T,V, fp32."""
-        return TransformersPolicy(self.model, fmt)(
-            input_ids=tokens_BT, attention_mask=torch.ones_like(tokens_BT), position_ids=positions_BT, use_cache=False
-        ).logits.float()
+    @cached_property
+    def projections(self) -> list[str]:
+        """The names of what fp8 would quantise: seen in products inside the decoder's layers."""
+        if not any("layers" in name.split(".") for name, _ in self.named_parameters()):
+            return []
+        altered = Altered(self.model, BF16, Fp8Policy())
+        tokens_1T = torch.arange(_TRIED, device=next(self.parameters()).device).unsqueeze(0) % self.config.vocab_size
+        with torch.no_grad(), altered:
+            self.model(input_ids=tokens_1T, use_cache=False)
+        return [name for name in altered.names.values() if name in altered.quantized]
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """The names of its embedding and of its output projection."""
+        names = {id(module): name for name, module in self.model.named_modules()}
+        return names[id(self.model.get_input_embeddings())], names[id(self.model.get_output_embeddings())]
+
+    def logits_of(self, tokens_BT: Tensor, positions_BT: Tensor, side: Side, fmt: NumberFormat) -> Tensor:
+        """Its logits as ``side`` computes them, its weights cast to ``fmt`` where they are used; B,T,V, fp32."""
+        given = {"input_ids": tokens_BT, "attention_mask": torch.ones_like(tokens_BT), "position_ids": positions_BT}
+        with self.computing(side, fmt):
+            return self.model(**given, use_cache=False).logits.float()
+
+    @contextmanager
+    def computing(self, side: Side, fmt: NumberFormat) -> Iterator[None]:
+        """Within this, what is called of it computes as ``side`` does."""
+        parts = SPLITS if _SPLIT in side.habits else 1
+        attention = _eager(self.model) if side.eager else contextlib.nullcontext()
+        with attention, Altered(self.model, fmt, side.fp8, parts):
+            yield
+
+    @property
+    def layers(self) -> list[Any]:
+        """Its decoder layers. ``MantissaError``: none are a list as long as its configuration says."""
+        count = self.config.num_hidden_layers
+        lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+        if not lists:
+            raise MantissaError(f"--by-layer: {type(self.model).__name__} has no list of {count} layers; leave it out")
+        return list(lists[0])
+
+    def computes(self, side: Side) -> bool:
+        """Whether transformers' own code can be made to compute so."""
+        if side.format == "fp8" and not self.projections:
+            return False
+        wide = side.format in ("fp32", "bf16", "fp16", "fp8")
+        return wide and not side.cache and side.habits <= {_SPLIT} and side.theta == 1
 
     def logits(self, logits_NV: Tensor, kernels: Kernels) -> Tensor:
         """In the format that ``kernels`` has for them."""
@@ -223,6 +279,20 @@ class AnyShape:
     num_attention_heads: int
     intermediate_size: int
     text_config: Any
+
+
+@contextmanager
+def _eager(model: Any) -> Iterator[None]:
+    """Within this the model's attention is transformers' plain products, whatever it is else."""
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), _ATTENTION)}
+    before = [(config, getattr(config, _ATTENTION)) for config in configs.values()]
+    for config, _ in before:
+        setattr(config, _ATTENTION, "eager")
+    try:
+        yield
+    finally:
+        for config, name in before:
+            setattr(config, _ATTENTION, name)
 
 
 class Scores:
@@ -320,15 +390,13 @@ class Scores:
     def before(self, batch: Batch, side: Side, kernels: Kernels) -> Tensor:
         """What the head is given for each of the batch's tokens: final hidden states, N,E."""
         if isinstance(self.model, AnyModel):
-            return batch.before(self.model.logits_of(batch.tokens_BT, batch.positions_BT, kernels.format))
+            return batch.before(self.model.logits_of(batch.tokens_BT, batch.positions_BT, side, kernels.format))
         attend = attention(kernels, side)
         return batch.before(self.model.hidden(batch.tokens_BT, kernels, batch.positions_BT, attend))
 
     def computes(self, side: Side) -> bool:
         """Whether this model can be computed so."""
-        if not isinstance(self.model, AnyModel):
-            return True
-        return side.format in ("fp32", "bf16", "fp16") and not side.cache and not side.habits and side.theta == 1
+        return self.model.computes(side) if isinstance(self.model, AnyModel) else not side.eager
 
     def logp(self, kernels: Kernels, head: Side, hidden_NE: Tensor, batch: Batch) -> Array:
         """Log-prob of each of the batch's tokens after its final hidden state."""
@@ -398,13 +466,13 @@ class Scores:
         """The model with the weights of ``side`` in place, as far as their names begin with ``prefix``."""
         kept: dict[str, Tensor] = {}
         parameters, config = dict(self.model.named_parameters()), self.model.config
-        layer = "" if side.layer is None else f"model.layers.{side.layer}."
+        layer = "." if side.layer is None else f".layers.{side.layer}."
         try:
             if side.theta != 1:
                 assert isinstance(config, ModelConfig)
                 self.model.config = replace(config, rope_theta=config.rope_theta * side.theta)
             for name, parameter in parameters.items() if side.weights else ():
-                if name.startswith(layer) and name.startswith(prefix):
+                if layer in f".{name}" and name.startswith(prefix):
                     value = self.versions[side.weights][name].to(parameter.device, torch.float32)
                     kept[name], parameter.data = parameter.data, value
             yield

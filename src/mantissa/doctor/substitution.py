@@ -210,6 +210,7 @@ _HABITS: dict[str, dict[str, str | int]] = {
     "activation in fp32": {"activation": "fp32"},
 }
 SERVING = {name: value for habit in _HABITS.values() for name, value in habit.items()}
+OF_ANY: dict[str, Any] = {"habits": frozenset({("products", "split")}), "eager": True}  # what any model's code can do
 _SHARDS = (2, 4, 8)
 
 
@@ -222,6 +223,7 @@ def _engine(rollout: Side, model: ModelConfig | AnyShape) -> list[Hypothesis]:
     for shards in _SHARDS:
         if not (model.num_attention_heads % shards or model.intermediate_size % shards):
             habits[f"tensor parallelism over {shards}"] = {"tensor_parallel": shards}
+    found.append(Hypothesis(CauseKind.KERNELS, "rollout", {"eager": True}, "attention by transformers' eager"))
     return found + [
         Hypothesis(CauseKind.KERNELS, "rollout", {"habits": frozenset(habit.items())}, what)
         for what, habit in habits.items()

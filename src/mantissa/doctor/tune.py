@@ -29,7 +29,7 @@ Legend: N tokens, B sequences, G groups.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -37,44 +37,57 @@ import numpy as np
 
 from mantissa.base.bounds import outside
 from mantissa.base.errors import MantissaError
-from mantissa.doctor.sides import Array, Scores, Side
-from mantissa.doctor.substitution import SERVING
+from mantissa.doctor.sides import AnyModel, Array, Scores, Side
+from mantissa.doctor.substitution import OF_ANY, SERVING
 from mantissa.mismatch.intervals import Estimate, jackknife_interval
 from mantissa.model import Decoder
 from mantissa.precision import E4M3, SQUARE, Fp8Policy, round_in_blocks
 
 Figure = Literal["seq_std", "k3"]
 Role = Literal["rollout", "learner"]
-KINDS = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
+_JOINED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+_SHORT = {"self_attn.qkv": "qkv", "self_attn.o_proj": "o", "mlp.gate_up": "gate_up", "mlp.down_proj": "down"}
+_OUR_ENDS = ("model.embed_tokens", "lm_head")
 _FEWEST = 8  # sequences: half choose, half measure
 _LARGEST_BUDGET = 20.0
 
 
 @dataclass(frozen=True)
 class Group:
-    """Projections that are in one format: ``kind`` in ``layers``. ``parameters``: of their weights."""
+    """``projections`` that are in one format, those of a ``kind`` in ``layers``. ``parameters``: of their weights."""
 
     kind: str
     layers: tuple[int, ...]
+    projections: tuple[str, ...]
     parameters: int
-
-    @property
-    def projections(self) -> tuple[str, ...]:
-        return tuple(f"model.layers.{layer}.{name}" for layer in self.layers for name in KINDS[self.kind])
 
     @property
     def patterns(self) -> tuple[str, ...]:
         """The same as ``precision.fp8.exclude`` names them, without what all names begin with."""
-        return tuple(name.removeprefix("model.") for name in self.projections)
+        return tuple(f"layers.{_layer(name)}.{_inside(name)}" for name in self.projections)
 
     def __str__(self) -> str:
         first, last = self.layers[0], self.layers[-1]
         return f"{self.kind} of layer{f' {first}' if first == last else f's {first} to {last}'}"
+
+
+def _layer(name: str) -> int:
+    """Of a projection, by its name: model.layers.3.mlp.up_proj."""
+    parts = name.split(".")
+    return int(parts[parts.index("layers") + 1])
+
+
+def _inside(name: str) -> str:
+    """Its name within the layer."""
+    parts = name.split(".")
+    return ".".join(parts[parts.index("layers") + 2 :])
+
+
+def _kind(name: str) -> str:
+    """What it is in every layer, with those of one product; experts together."""
+    *path, last = [part for part in _inside(name).split(".") if not part.isdecimal()]
+    kind = ".".join((*path, _JOINED.get(last, last)))
+    return _SHORT.get(kind, kind)
 
 
 @dataclass(frozen=True)
@@ -101,7 +114,8 @@ class Tuned:
     """``rows``: the tuned set first, then what it is compared with. ``sensitivity``: of each group, mean d^2 when it
     alone is fp8, the floor included; ``floor``: mean d^2 of the half alone on an engine's kernels.
 
-    ``exclude``: for ``precision.fp8``, of the tuned set; None where nothing or everything is in fp8.
+    ``exclude``: for ``precision.fp8``, of the tuned set; None where nothing or everything is in fp8. ``head``: the
+    name of the output projection. ``transformers``: whether the model runs by transformers' own code.
     """
 
     rows: tuple[Row, ...]
@@ -114,20 +128,23 @@ class Tuned:
     tokens: int
     sequences: int
     role: Role = "rollout"
+    head: str = "lm_head"
+    transformers: bool = False
 
     def recipe(self) -> dict[str, Any]:
-        """The recipe's ``precision`` section, as plain values."""
+        """The recipe's ``precision`` section, and ``rollout.engine`` where it is not our own; as plain values."""
+        engine: dict[str, Any] = {"rollout": {"engine": "transformers"}} if self.transformers else {}
         if not self.rows[0].taken:
-            return {"precision": {"train": self.base, "rollout": self.base}}
+            return {"precision": {"train": self.base, "rollout": self.base}} | engine
         fp8: dict[str, Any] = {"base": self.base} | ({"exclude": list(self.exclude)} if self.exclude else {})
         formats = {"train": self.base, "rollout": self.base} | {"train" if self.role == "learner" else "rollout": "fp8"}
-        return {"precision": formats | {"fp8": fp8}}
+        return {"precision": formats | {"fp8": fp8}} | engine
 
     def kept(self) -> list[str]:
         """Every projection that stays in the half, by the checkpoint's names, and the head."""
         taken = {name for group in self.rows[0].taken for name in group.projections}
         names = [name for group in self.sensitivity for name in group.projections if name not in taken]
-        return [*sorted(names, key=_in_order), "lm_head"]
+        return [*sorted(names, key=lambda name: (_layer(name), name)), self.head]
 
     def vllm(self) -> dict[str, Any]:
         """``quantization_config`` in vLLM's keys: of a checkpoint's config.json, or in ``--hf-overrides``."""
@@ -152,38 +169,57 @@ class Tuned:
         ]
 
 
-def _in_order(name: str) -> tuple[int, str]:
-    return int(name.split(".")[2]), name
-
-
-def groups(model: Decoder, blocks: int) -> list[Group]:
+def groups(model: Decoder | AnyModel, blocks: int) -> list[Group]:
     """Every kind of projection in every one of ``blocks`` blocks of neighbouring layers."""
-    count = model.config.num_hidden_layers
+    count, projections = model.config.num_hidden_layers, [name for name in model.projections if "layers" in name]
+    if not projections:
+        raise MantissaError(
+            "fp8 is chosen by names such as layers.0.mlp.up_proj, and no product of this model is of a weight inside "
+            "layers so named; nothing of it can be fp8"
+        )
     if not 1 <= blocks <= count:
         raise MantissaError(f"--blocks {blocks}: expected 1 to {count}, the model's layers")
-    sizes = {name: weight.numel() for name, weight in model.named_parameters()}
-    found = []
-    for layers in np.array_split(np.arange(count), blocks):
-        for kind in KINDS:
-            group = Group(kind, tuple(layers.tolist()), 0)
-            total = sum(sizes[f"{name}.weight"] for name in group.projections)
-            found.append(replace(group, parameters=total))
+    weights, found = _weights(model), []
+    for block in np.array_split(np.arange(count), blocks):
+        here = [name for name in projections if _layer(name) in block]
+        for kind in dict.fromkeys(map(_kind, here)):
+            names = tuple(name for name in here if _kind(name) == kind)
+            layers = tuple(dict.fromkeys(map(_layer, names)))
+            found.append(Group(kind, layers, names, sum(weights[name].numel() for name in names)))
     return found
+
+
+def _weights(model: Decoder | AnyModel) -> dict[str, Any]:
+    """By the names of their projections."""
+    return {name.removesuffix(".weight"): weight.detach() for name, weight in model.named_parameters()}
 
 
 def exclude_patterns(taken: Sequence[Group], every: Sequence[Group]) -> tuple[str, ...]:
     """``precision.fp8.exclude`` that leaves exactly ``taken`` in fp8: whole kinds and layers in one word each."""
-    left = [group for group in every if group not in taken]
-    found: list[str] = []
-    kinds = [kind for kind in KINDS if all(group in left for group in every if group.kind == kind)]
-    found += [name.split(".")[1] for kind in kinds for name in KINDS[kind]]
-    rest = [group for group in left if group.kind not in kinds]
-    for layers in dict.fromkeys(group.layers for group in rest):
-        here = [group for group in rest if group.layers == layers]
-        whole = len(here) + len(kinds) == len(KINDS)
-        for layer in layers:
-            found += [f"layers.{layer}"] if whole else [p for g in here for p in replace(g, layers=(layer,)).patterns]
+    left, names = [group for group in every if group not in taken], [n for group in every for n in group.projections]
+    kept = {name for group in left for name in group.projections}
+    whole = {group.kind for group in left} - {group.kind for group in taken}
+    found = list(
+        dict.fromkeys(_word(n, names, kept) for group in left if group.kind in whole for n in group.projections)
+    )
+    rest = [group for group in left if group.kind not in whole]
+    for layer in dict.fromkeys(layer for group in rest for layer in group.layers):
+        if all(name in kept for name in names if _layer(name) == layer):
+            found.append(f"layers.{layer}")
+        else:
+            found += [p for group in rest for p in group.patterns if p.split(".")[1] == str(layer)]
     return tuple(found)
+
+
+def _word(name: str, names: Sequence[str], kept: Collection[str]) -> str:
+    """The shortest end of a projection's name that excludes none but those to be kept."""
+    parts = _inside(name).split(".")
+    for start in range(len(parts) - 1, -1, -1):
+        word = ".".join(parts[start:])
+        policy = Fp8Policy(exclude=(word,))
+        if not any(part.isdecimal() for part in parts[start:]) and all(n in kept or policy.quantizes(n) for n in names):
+            return word
+    return ".".join(parts)
 
 
 def tune(
@@ -203,7 +239,7 @@ def tune(
         raise MantissaError(
             f"{len(scores.sequences)} sequences: expected {_FEWEST} or more, for half choose and the others measure"
         )
-    return _Tuner(scores, budget, base, figure, groups(scores.decoder, blocks), role, say).run()
+    return _Tuner(scores, budget, base, figure, groups(scores.model, blocks), role, say).run()
 
 
 class _Tuner:
@@ -213,16 +249,17 @@ class _Tuner:
     ) -> None:  # fmt: skip
         self.scores, self.every, self.say = scores, every, say
         self.budget, self.base, self.figure, self.role = budget, base, figure, role
-        half = Side(base, base=base)
+        half, own = Side(base, base=base), isinstance(scores.model, Decoder)
         self.learner = scores(half)
-        self.engine = self.learner - scores(replace(half, habits=frozenset(SERVING.items())))
+        self.engine = self.learner - scores(
+            replace(half, **({"habits": frozenset(SERVING.items())} if own else OF_ANY))
+        )
         self.held_B = np.arange(len(scores.sequences)) % 2 == 1
-        sizes = {name: weight.numel() for name, weight in scores.decoder.named_parameters()}
         self.layers = sum(group.parameters for group in every)
-        head = scores.decoder.head_weight.numel()
-        self.read = 2 * (sum(sizes.values()) - sizes["model.embed_tokens.weight"] + head)
-        if scores.decoder.lm_head is not None:
-            self.read -= 2 * head  # it was among the parameters
+        embedding, self.head = scores.model.ends if isinstance(scores.model, AnyModel) else _OUR_ENDS
+        weights = _weights(scores.model)
+        tied = self.head not in weights
+        self.read = 2 * sum(weight.numel() for name, weight in weights.items() if tied or name != embedding)
 
     def run(self) -> Tuned:
         sensitivity = {}
@@ -246,7 +283,9 @@ class _Tuner:
         rows.append(self._row(f"everything in {self.base}, an engine's kernels (emulated)", (), self.engine))
         exclude = exclude_patterns(rows[0].taken, self.every) if rows[0].taken else ()
         counts = (len(self.learner), len(self.scores.sequences))
-        return Tuned(tuple(rows), sensitivity, floor, self.base, self.budget, self.figure, exclude, *counts, self.role)
+        theirs = isinstance(self.scores.model, AnyModel)
+        of = (self.base, self.budget, self.figure, exclude, *counts, self.role, self.head, theirs)
+        return Tuned(tuple(rows), sensitivity, floor, *of)
 
     def d(self, taken: Sequence[Group]) -> Array:
         """Of every token, with these groups in fp8."""
@@ -299,16 +338,16 @@ class _Tuner:
 
     def _outwards(self) -> list[Group]:
         """Layers from the middle: the first and last are taken last."""
-        middle = (self.scores.decoder.config.num_hidden_layers - 1) / 2
+        middle = (self.scores.model.config.num_hidden_layers - 1) / 2
         return sorted(self.every, key=lambda group: abs(sum(group.layers) / len(group.layers) - middle))
 
     def _weight_error(self, group: Group) -> float:
-        weights = dict(self.scores.decoder.named_parameters())
+        weights = _weights(self.scores.model)
         error = size = 0.0
         for name in group.projections:
-            weight = weights[f"{name}.weight"].detach()
-            error += float((round_in_blocks(weight, E4M3, SQUARE) - weight).double().square().sum())
-            size += float(weight.double().square().sum())
+            for weight in weights[name].reshape(-1, *weights[name].shape[-2:]):  # of each expert
+                error += float((round_in_blocks(weight, E4M3, SQUARE) - weight).double().square().sum())
+                size += float(weight.double().square().sum())
         return error / size
 
 

@@ -155,11 +155,16 @@ _CHARACTERS = string.digits + string.ascii_letters + " +-*/=.?!:\n"
 ANSWERS = tuple(f"\nAnswer: \\boxed{{{digit}}}\n" for digit in range(10))
 
 
-def write_policy(folder: Path, *, answers: Sequence[str] = ANSWERS, head_dim: int = 16) -> None:
-    """A Hugging Face folder: a Qwen3 of two layers and 64 features, and a tokenizer of characters and answers."""
+def write_policy(
+    folder: Path, *, answers: Sequence[str] = ANSWERS, head_dim: int = 16, family: str = "qwen3"
+) -> None:  # fmt: skip
+    """A Hugging Face folder: a model of two layers and 64 features, and a tokenizer of characters and answers.
+
+    ``family``: transformers' name of it.
+    """
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     vocabulary = {token: index for index, token in enumerate((*_SPECIAL, *_CHARACTERS, *answers))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -173,7 +178,8 @@ def write_policy(folder: Path, *, answers: Sequence[str] = ANSWERS, head_dim: in
         "{% if add_generation_prompt %}={% endif %}"
     )
     wrapped.save_pretrained(folder)
-    config = Qwen3Config(
+    config = AutoConfig.for_model(
+        family,
         vocab_size=len(vocabulary),
         hidden_size=64,
         intermediate_size=128,
@@ -189,9 +195,9 @@ def write_policy(folder: Path, *, answers: Sequence[str] = ANSWERS, head_dim: in
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Qwen3ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
         # transformers makes the pad token's row zero, and a random policy samples it as any other.
-        model.model.embed_tokens.weight.data[0].normal_(0, 0.02)
+        model.get_input_embeddings().weight.data[0].normal_(0, 0.02)
     model.save_pretrained(folder)
 
 

@@ -413,8 +413,8 @@ class Fields:
 def _family(fields: Fields) -> Family:
     name = fields.required("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        said = fields.other if isinstance(name, str) else fields.error
-        raise said(
+        refusal = fields.other if isinstance(name, str) else fields.error
+        raise refusal(
             f"model_type {name!r} is not supported; expected one of {', '.join(FAMILIES)}{nearest(str(name), FAMILIES)}"
         )
     return next(family for family in FAMILIES if family == name)
@@ -474,8 +474,8 @@ def _refuse_unsupported(fields: Fields) -> None:
             raise fields.error(why) if key in _UNSUPPORTED else fields.other(why)
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):  # one function, two names
-        said = fields.other if isinstance(activation, str) else fields.error
-        raise said(f"hidden_act {activation!r} is not supported; expected 'silu'")
+        refusal = fields.other if isinstance(activation, str) else fields.error
+        raise refusal(f"hidden_act {activation!r} is not supported; expected 'silu'")
     if raw.get("pretraining_tp", 1) not in (None, 1):
         raise fields.error(f"pretraining_tp={raw['pretraining_tp']}: only 1 is supported")
     layer_types = raw.get("layer_types") or []
@@ -558,8 +558,8 @@ def _scaling(table: Mapping[str, Any], fields: Fields) -> RopeScaling | None:
     if kind == "linear":
         return RopeScaling("linear", inner.positive("factor"))
     if kind != "llama3":
-        said = fields.other if isinstance(kind, str) else fields.error
-        raise said(f"rotary scaling of type {kind!r} is not supported; expected default, linear or llama3")
+        refusal = fields.other if isinstance(kind, str) else fields.error
+        raise refusal(f"rotary scaling of type {kind!r} is not supported; expected default, linear or llama3")
     low, high = inner.positive("low_freq_factor"), inner.positive("high_freq_factor")
     if high <= low:
         raise inner.error(f"high_freq_factor={high} must be above low_freq_factor={low}")

@@ -71,19 +71,32 @@ def open_policy(path: str, lora: LoraConfig | None, seed: int) -> tuple[Decoder,
 def open_any(path: str) -> tuple[Any, Tokenizer, str]:
     """The policy that ``path`` names, its tokenizer, and ""; or a causal language model of transformers, by its own
     code, and why our decoder does not take it. ``MantissaError``: neither, or a folder that is damaged."""
-    from mantissa.rollout.transformers import load_transformers
-
     folder = find_model(path, weights=False)
+    if not (refused := refused_by_ours(folder)):
+        return *open_policy(path, None, 0), ""
+    model = load_any(find_model(path), refused)
+    return model, load_tokenizer(folder, model.config.get_text_config().vocab_size), refused
+
+
+def refused_by_ours(folder: Path) -> str:
+    """Why our decoder does not take a folder's model; "" where it does, or it is no whole model of transformers'."""
     try:
         if folder.is_dir() and not is_adapter(folder):
             read_config(folder)
-    except OtherFamilyError as ours:
-        try:
-            model = load_transformers(find_model(path))
-        except MantissaError as theirs:
-            raise MantissaError(f"{ours}; and {theirs}") from None
-        return model, load_tokenizer(folder, model.config.get_text_config().vocab_size), str(ours)
-    return *open_policy(path, None, 0), ""
+    except OtherFamilyError as refused:
+        return str(refused)
+    return ""
+
+
+def load_any(folder: Path, refused: str) -> Any:
+    """The model of a folder by transformers' own code, fp32. ``refused``: why not by our decoder, for the error where
+    transformers does not load it either."""
+    from mantissa.rollout.transformers import load_transformers
+
+    try:
+        return load_transformers(folder)
+    except MantissaError as theirs:
+        raise MantissaError(f"{refused}; and {theirs}") from None
 
 
 def locate(path: str, lora: LoraConfig | None) -> tuple[str, Path | None]:

@@ -129,7 +129,7 @@ def assemble(
     be_deterministic(device)
     given, task = task is not None, task or build_task(config.task, config.seed)
     if config.rollout.engine == "transformers":
-        return _by_transformers(config, task, device, ranks, products)
+        return _by_transformers(config, task, device, ranks)
     model, tokenizer = load_policy(config.model, task, config.seed)
     named = config.precision.of_layers(model.config.num_hidden_layers)
     config = config.model_copy(update={"precision": named})
@@ -181,26 +181,26 @@ def assemble(
     )
 
 
-def _by_transformers(
-    config: RunConfig, task: Task, device: torch.device, ranks: Ranks, products: cpu.CpuProducts | None
-) -> Parts:
+def _by_transformers(config: RunConfig, task: Task, device: torch.device, ranks: Ranks) -> Parts:
     """Those of a policy by transformers' own code."""
     assert config.model.path is not None  # the configuration's own check
     model, tokenizer = open_transformers(config.model.path)
-    precision = _precision(config, device, ranks, products)
-    positions = positions_of(model)
-    policy, precision = as_policy(config, model, precision, device, _longest(config, task, positions))
+    positions, reference = positions_of(model), None
+    section, longest = config.algorithm.reference, _longest(config, task, positions)
+    asked, named = section is not None, f"model.path={config.model.path}"
+    policy, precision = as_policy(config.precision, model, device, longest, reference=asked, named=named)
     scaling = config.loss_scaling or LossScalingConfig()
     kernels = NativeKernels(policy.format)  # whose format alone is asked: transformers' code multiplies
     learner = new_learner(config, policy, kernels, scaling.scaler(policy.format), ranks)
     engine = PolicyEngine(policy, precision.rollout, config.rollout.slots, tokenizer.decode)
-    reference, copies, section = None, None, config.algorithm.reference
+    copies = None
     if section is not None:
         assert precision.reference is not None
-        copies, own = CopiedTransformers(policy, precision.reference.active), NativeKernels(precision.reference.active)
+        role = precision.reference
+        copies = CopiedTransformers(policy, role)
         reference = ReferencePolicy(
-            copies, own, temperature=config.rollout.temperature, refresh_every=section.refresh_every, ranks=ranks,
-            micro_batch_tokens=config.optimizer.micro_batch_tokens,
+            copies, NativeKernels(role.active), temperature=config.rollout.temperature,
+            micro_batch_tokens=config.optimizer.micro_batch_tokens, refresh_every=section.refresh_every, ranks=ranks,
         )  # fmt: skip
     evidence = proven(precision, policy, engine, copies, device)
     sampler = _sampler(config, task, lambda: engine, positions, tokenizer, ranks)

@@ -46,6 +46,12 @@ def _opened(path: str) -> tuple[Decoder | AnyModel, Tokenizer]:
     return (AnyModel(model) if refused else model), tokenizer
 
 
+def open_plain(path: str, device: torch.device) -> tuple[Decoder | AnyModel, Tokenizer]:
+    """The policy that ``path`` names, of plain weights, on a device, and its tokenizer."""
+    model, tokenizer = _opened(policy_folder(path))
+    return _placed(model, device), tokenizer
+
+
 def open_run(dump: Dump, other: str | None, device: torch.device) -> Diagnosed:
     """A run's policy at the newest version that both a checkpoint and sampled sequences have, and the version before.
 

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mantissa.adopted import Adopted, adopt
+from mantissa.adopted import Adopted, Plans, adopt
 from mantissa.base.errors import MantissaError
 from mantissa.base.hub import find_model
-from mantissa.kernels import ResolvedPrecision, ResolvedRole
+from mantissa.kernels import ResolvedPrecision, ResolvedRole, resolve
 from mantissa.model import Tokenizer, load_tokenizer
-from mantissa.precision import BF16, FP16, FP32, is_on_grid
+from mantissa.precision import BF16, FP16, FP32, NumberFormat, PrecisionPolicy, is_on_grid
 from mantissa.rl.adapters import policy_folder
-from mantissa.rl.config.run import RunConfig
 from mantissa.rollout.transformers import (
     CopiedTransformers,
     PolicyEngine,
@@ -40,29 +39,45 @@ def open_transformers(path: str) -> tuple[Any, Tokenizer]:
 
 
 def as_policy(
-    config: RunConfig, model: Any, precision: ResolvedPrecision, device: torch.device, longest: int
+    wanted: PrecisionPolicy,
+    model: Any,
+    device: torch.device,
+    longest: int,
+    plans: Plans | None = None,
+    reference: bool = False,
+    named: str = "the policy",
 ) -> tuple[TransformersPolicy, ResolvedPrecision]:
-    """The policy on its device, adopted where kernels are exact, and what each role then is."""
-    model, precision = model.to(device), dataclasses.replace(precision, products=None)  # a table of our own kernels'
+    """The policy on its device, adopted where ``wanted`` asks for exact kernels, and what each role then is.
+
+    ``longest``: tokens of a sequence. ``plans``: of exact kernels, as another process found them; None: found here.
+    ``reference``: whether there is one. ``named``: the model, in an error. ``MantissaError``: a weight that a role's
+    format cannot hold.
+    """
+    model = model.to(device)
+    wanted = wanted.of_layers(model.config.get_text_config().num_hidden_layers)
+    precision = dataclasses.replace(resolve(wanted, device, reference=reference), products=None)  # of our own kernels
     adopted: Adopted | None = None
     roles = [role for role in (precision.learner, precision.rollout, precision.reference) if role is not None]
-    check_held(dict(model.named_parameters()), f"model.path={config.model.path}", [role.active for role in roles])
-    if config.precision.kernels == "exact":
-        adopted = adopt(model, config.precision, length=min(longest, positions_of(model)))
+    check_held(dict(model.named_parameters()), named, [role.active for role in roles])
+    if wanted.kernels == "exact":
+        adopted = adopt(model, wanted, min(longest, positions_of(model)), plans)
     else:
         precision = by_transformers(precision)
-    return TransformersPolicy(model, precision.learner.active, adopted), precision
+    learner = precision.learner
+    return TransformersPolicy(model, learner.active, adopted, learner.fp8), precision
 
 
 def by_transformers(precision: ResolvedPrecision) -> ResolvedPrecision:
     """The same formats, computed by transformers' own code. ``MantissaError``: one that it does not have."""
 
     def own(role: ResolvedRole) -> ResolvedRole:
-        if role.fp8 is not None or role.active not in (FP32, BF16, FP16):
+        if role.active not in (FP32, BF16, FP16):
             raise MantissaError(
-                f"rollout.engine=transformers with precision {role.name} for the {role.role}: transformers' own code "
-                "is in fp32, bf16 or fp16; choose one, or precision.kernels=exact"
+                f"precision {role.name} for the {role.role} of a model by transformers' own code, which is in fp32, "
+                "bf16, fp16, fp8 or a scaled format; choose one"
             )
+        if role.fp8 is not None:
+            return dataclasses.replace(role, backend="simulated", reason="transformers' own code, its products scaled")
         return dataclasses.replace(role, backend="native", reason="transformers' own code, its attention sdpa")
 
     learner, rollout = own(precision.learner), own(precision.rollout)
@@ -90,22 +105,25 @@ def proven(
 
     ``MantissaError``: a role computes in another format than it was asked to.
     """
-    tokens = torch.arange(3, 19, device=device).unsqueeze(0) % policy.config.vocab_size
-
-    def logits_of(model: Any) -> Tensor:
-        with torch.no_grad():
-            logits: Tensor = model(input_ids=tokens, use_cache=False).logits.float()
-        return logits
-
     if policy.adopted is not None:
         evidence = dict.fromkeys(("learner", "rollout"), policy.adopted.lines[-1])
         if reference is not None:
-            evidence["reference"] = _alike(logits_of(policy), logits_of(reference.decoder))
+            evidence["reference"] = _alike(_logits(policy, device), _logits(reference.decoder, device))
         return evidence
     roles: list[tuple[ResolvedRole, Any]] = [(precision.learner, policy), (precision.rollout, engine.model)]
     if reference is not None and precision.reference is not None:
         roles.append((precision.reference, reference.decoder))
-    return {role.role: _on_grid(role, logits_of(model)) for role, model in roles}
+    return {role.role: on_grid(role.role, model, role.active, device) for role, model in roles}
+
+
+def _logits(model: Any, device: torch.device) -> Tensor:
+    """Of sixteen tokens, fp32."""
+    own = isinstance(model, TransformersPolicy)
+    vocabulary = model.config.vocab_size if own else model.config.get_text_config().vocab_size
+    tokens = torch.arange(3, 19, device=device).unsqueeze(0) % vocabulary
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=tokens, use_cache=False).logits.float()
+    return logits
 
 
 def _alike(policy: Tensor, reference: Tensor) -> str:
@@ -119,10 +137,10 @@ def _alike(policy: Tensor, reference: Tensor) -> str:
     return f"{policy.numel():,} logits equal to the policy's"
 
 
-def _on_grid(role: ResolvedRole, logits: Tensor) -> str:
-    """Of logits by transformers' own code."""
-    fmt, count = role.active, f"{logits.numel():,}"
+def on_grid(role: str, model: Any, fmt: NumberFormat, device: torch.device) -> str:
+    """That the logits of a role by transformers' own code are in its format. ``MantissaError``: in another."""
+    logits = _logits(model, device)
     narrow = next((each for each in (BF16, FP16) if bool(is_on_grid(logits, each).all())), FP32)
     if not bool(is_on_grid(logits, fmt).all()) or (fmt is FP32 and narrow is not FP32):
-        raise MantissaError(f"the {role.role} was to compute in {fmt}, and its {count} logits are in {narrow}")
-    return f"{count} logits of transformers' own on {fmt}'s grid"
+        raise MantissaError(f"the {role} was to compute in {fmt}, and its {logits.numel():,} logits are in {narrow}")
+    return f"{logits.numel():,} logits of transformers' own on {fmt}'s grid"

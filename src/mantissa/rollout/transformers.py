@@ -22,15 +22,17 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from mantissa.adopted import Adopted
+from mantissa.adopted.altered import Altered
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import atomic_folder
 from mantissa.base.hub import read_object
+from mantissa.base.ranks import Ranks
 from mantissa.kernels import ResolvedRole
 from mantissa.model import Tokenizer
-from mantissa.precision import BF16, FP16, FP32, NumberFormat, round_to_format
+from mantissa.model.decoder import shard
+from mantissa.precision import BF16, FP16, FP32, Fp8Policy, NumberFormat, round_to_format
 from mantissa.precision.numerics import token_logprob
 from mantissa.rollout.engine import peak, require_held
 from mantissa.rollout.generation import StopStrings
@@ -85,6 +87,13 @@ def _some(names: Sequence[str]) -> str:
     return "1 weight is" if len(names) == 1 else f"{len(names)} weights are"
 
 
+def any_config(folder: Path) -> Any:
+    """The configuration of a folder's language model, as transformers reads it, no code of the folder's own."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True).get_text_config()
+
+
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
     """Within this, transformers draws no bars and no reports, and torchao, which it imports, says nothing of itself."""
@@ -113,20 +122,21 @@ def positions_of(model: Any) -> int:
     return int(getattr(text, "max_position_embeddings", None) or 1 << 20)
 
 
-def in_role(model: Any, role: ResolvedRole) -> Any:
-    """The model with its parameters in the role's format, as a checkpoint is loaded in it: buffers stay.
+def in_role(model: Any, role: ResolvedRole) -> TransformersPolicy:
+    """The model as a role computes it: in a format of its own its parameters are cast, as a checkpoint is loaded in it
+    (buffers stay); of fp8 and the scaled formats they are masters.
 
-    ``MantissaError`` for a format or kernels that transformers' own code does not have.
+    ``MantissaError`` for kernels that transformers' own code does not have.
     """
-    if role.emulation is not None or role.fp8 is not None or role.active not in (FP32, BF16, FP16):
+    if role.emulation is not None or role.active not in (FP32, BF16, FP16):
         raise MantissaError(
-            "this model runs by transformers' own code: in fp32, bf16 or fp16, or exact in one of them; other formats "
-            "and an engine's habits are for the families that our decoder knows"
+            "this model runs by transformers' own code: in fp32, bf16, fp16, fp8 or a scaled format, or exact; a "
+            "format of the dial and an engine's habits are for the families that our decoder knows"
         )
-    for parameter in model.parameters():
+    for parameter in model.parameters() if role.fp8 is None else ():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(role.active.dtype)
-    return model
+    return TransformersPolicy(model, role.active, fp8=role.fp8)
 
 
 def logprob_on(device: torch.device) -> Callable[[Tensor, Tensor, float], Tensor]:
@@ -150,19 +160,24 @@ class Shape:
 
 
 class TransformersPolicy(nn.Module):
-    """A policy by transformers' own code, in the place of our decoder: fp32 masters, computed in ``fmt``.
+    """A policy by transformers' own code, in the place of our decoder: computed in ``fmt``.
 
-    ``adopted``: by whose exact kernels it computes; None: by torch's own, its parameters cast where they are used, so
-    that its numbers are those of the model loaded in that format. Modules and parameters have transformers' own names.
+    ``adopted``: by whose exact kernels it computes. None: by torch's own; fp32 masters of another format are cast where
+    they are used, so that its numbers are those of the model loaded in that format, and with ``fp8`` its products have
+    operands as that says. Modules and parameters have transformers' own names.
     """
 
     lora = None  # adapters of ours are for our decoder
 
-    def __init__(self, model: Any, fmt: NumberFormat, adopted: Adopted | None = None) -> None:
+    def __init__(
+        self, model: Any, fmt: NumberFormat, adopted: Adopted | None = None, fp8: Fp8Policy | None = None
+    ) -> None:  # fmt: skip
         super().__init__()
         self.model, self.format, self.adopted = model.eval(), fmt, adopted
         text = model.config.get_text_config()
         self.config = Shape(text.vocab_size, text.num_hidden_layers, positions_of(model), model.config)
+        plain = fp8 is None and next(model.parameters()).dtype is fmt.dtype
+        self._altered = None if plain or adopted is not None else Altered(model, fmt, fp8)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """The model's, without this wrapper: torch names parameters and buffers by them too."""
@@ -170,26 +185,48 @@ class TransformersPolicy(nn.Module):
 
     def forward(self, **given: Any) -> Any:
         """As the model's own."""
-        if self.adopted is not None or self.format is FP32:
+        if self._altered is None:
             return self.model(**given)
-        cast = {
-            name: parameter.to(self.format.dtype) if parameter.is_floating_point() else parameter
-            for name, parameter in self.model.named_parameters()
-        }
-        return functional_call(self.model, cast, (), given)
+        with _inside(self.model, self._altered):
+            return self.model(**given)
+
+    def keeping(self) -> contextlib.AbstractContextManager[None]:
+        """Within this, no weight changes: what is made of one is made once."""
+        mode = self.adopted or self._altered
+        return contextlib.nullcontext() if mode is None else mode.keeping()
+
+
+@contextlib.contextmanager
+def _inside(model: nn.Module, mode: Altered) -> Iterator[None]:
+    """Within this the model's own forward runs in ``mode``, and what is hung around it does not: FSDP2's hooks there
+    ask parameters for their dtype."""
+    with contextlib.ExitStack() as entered:
+
+        def enter(*_: Any) -> None:
+            entered.enter_context(mode)
+
+        handles = [
+            model.register_forward_pre_hook(enter),
+            model.register_forward_hook(lambda *_: entered.close(), prepend=True, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 class CopiedTransformers:
-    """A policy that does not train: a copy of ``policy`` in ``fmt``, of the masters that ``take`` is given.
+    """A policy that does not train: a copy of ``policy`` in a role, of the masters that ``take`` is given.
 
     Of an adopted policy the copy computes by the same exact kernels.
     """
 
-    def __init__(self, policy: TransformersPolicy, fmt: NumberFormat) -> None:
+    def __init__(self, policy: TransformersPolicy, role: ResolvedRole) -> None:
         model = copy.deepcopy(policy.model).requires_grad_(False)
         if policy.adopted is not None:
             policy.adopted.knows(model)
-        self.decoder = TransformersPolicy(model, fmt, policy.adopted)
+        self.decoder = TransformersPolicy(model, role.active, policy.adopted, role.fp8)
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -228,6 +265,7 @@ def check_held(weights: Mapping[str, Tensor], who: str, formats: Iterable[Number
 class TransformersEngine:
     """Samples from ``model`` as it is at that moment, a learner's own too; with ``adopted`` by its exact kernels.
 
+    ``model``: transformers' own, or a ``TransformersPolicy``.
     ``slots``: rows at a time. ``decode_text``: for stop strings.
     """
 
@@ -238,10 +276,15 @@ class TransformersEngine:
         slots: int = 64,
         decode_text: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        self.model, self.adopted, self.slots, self.decode_text = model, adopted, slots, decode_text
+        self.model, self.slots, self.decode_text = model, slots, decode_text
+        policy = model if isinstance(model, TransformersPolicy) else None
+        keeper = policy or adopted
+        self._keeping = contextlib.nullcontext if keeper is None else keeper.keeping
         self.device = next(model.parameters()).device
         self.version = 0  # of the weights, as their owner counts
-        forwards = (vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind))
+        self.interrupted: Callable[[], bool] = lambda: False  # asked before every token of ``generate``
+        own = type(model if policy is None else policy.model)
+        forwards = (vars(kind)["forward"] for kind in own.__mro__ if "forward" in vars(kind))
         forward = next(of for each in forwards if "input_ids" in (of := inspect.signature(each).parameters))
         self._last = {"logits_to_keep": 1} if "logits_to_keep" in forward else {}
 
@@ -253,8 +296,7 @@ class TransformersEngine:
         prompts = [request.prompt_tokens for request in requests for _ in range(request.samples)]
         keys = request_keys(requests)
         completions: list[Completion] = []
-        keeping = contextlib.nullcontext() if self.adopted is None else self.adopted.keeping()
-        with keeping, torch.no_grad():
+        with self._keeping(), torch.no_grad():
             for start in range(0, len(prompts), self.slots):
                 rows = slice(start, start + self.slots)
                 completions += self._batch(prompts[rows], keys[rows], params, version)
@@ -268,6 +310,10 @@ class TransformersEngine:
         fed, cache, keys_B = tokens_BP, None, keys_B.to(self.device)
         rows = [_Row(params, self.decode_text) for _ in prompts]
         for at in range(params.max_tokens):
+            if self.interrupted():
+                for row in rows:
+                    row.reason = row.reason or "abort"
+                break
             positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -fed.shape[1] :]
             out = self.model(
                 input_ids=fed, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
@@ -330,15 +376,16 @@ class _Row:
         assert self.reason is not None
         return Completion(
             tuple(self.tokens), torch.tensor(self.logps), self.reason, version, key,
-            support=None if self.supports[0] is None else Support.of(self.supports),
-            most_probable=None if self.tops[0] is None else MostProbable.join(self.tops),
+            support=Support.of(self.supports) if self.tokens and self.supports[0] is not None else None,
+            most_probable=MostProbable.join(self.tops) if self.tokens and self.tops[0] is not None else None,
         )  # fmt: skip
 
 
 class PolicyEngine(TransformersEngine):
     """The engine of a run whose policy is by transformers' code. See ``RolloutEngine``.
 
-    An adopted policy samples itself: nothing is copied. Else a copy in the format of ``role`` does, rounded once.
+    An adopted policy samples itself: nothing is copied. Else a copy in the format of ``role`` does, rounded once; or
+    with ``alone`` the policy's model, which then nothing trains.
     """
 
     release, evidence = "", ""
@@ -349,10 +396,12 @@ class PolicyEngine(TransformersEngine):
         role: ResolvedRole,
         slots: int,
         decode_text: Callable[[Sequence[int]], str] | None = None,
+        alone: bool = False,
     ) -> None:
-        own = policy.adopted is None
-        model = in_role(copy.deepcopy(policy.model), role) if own else policy.model
-        super().__init__(model, policy.adopted, slots, decode_text)
+        sampling = policy
+        if policy.adopted is None:
+            sampling = in_role(policy.model if alone else copy.deepcopy(policy.model), role)
+        super().__init__(sampling, None, slots, decode_text)
         self.format, self._formats = role.active, (role.active, policy.format)
         self.version = -1
 
@@ -381,11 +430,27 @@ class PolicyEngine(TransformersEngine):
         """It has no processes."""
 
 
-def save_transformers(policy: TransformersPolicy, tokenizer: Tokenizer, path: Path) -> None:
-    """Write a Hugging Face folder: config, weights in fp32, tokenizer. The old folder or the new one, no mixture."""
+def save_transformers(
+    policy: TransformersPolicy, tokenizer: Tokenizer, path: Path, weights: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write a Hugging Face folder: config, weights in fp32, tokenizer. The old folder or the new one, no mixture.
+
+    ``weights``: the model's by name, whole, where it holds slices; None: its own.
+    """
     with atomic_folder(path) as temporary, _quietly():
         tokenizer.save(temporary)
-        policy.model.save_pretrained(temporary)
+        policy.model.save_pretrained(temporary, state_dict=None if weights is None else dict(weights))
+
+
+def place_transformers(policy: TransformersPolicy, device: torch.device, ranks: Ranks) -> TransformersPolicy:
+    """The policy whole on ``device``, or with a slice of each tensor there, as ``place`` does with our decoder's."""
+    model = policy.model
+    if not ranks.sharded:
+        model.to(device)
+        return policy
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    shard([*(each for each in model.modules() if type(each).__name__ in names), model], device, ranks)
+    return policy
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

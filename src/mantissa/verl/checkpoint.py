@@ -24,9 +24,10 @@ from mantissa.base.bounds import boundary, count
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import remove
 from mantissa.base.ranks import Ranks
-from mantissa.model import Decoder, load_tokenizer, policy_weights, save_model
+from mantissa.model import Decoder, load_tokenizer, save_model
 from mantissa.precision import PrecisionPolicy
 from mantissa.rl.flow import Flow
+from mantissa.rollout.transformers import TransformersPolicy, save_transformers
 from mantissa.training import Checkpoint, OptimizerStep, load_checkpoint, load_weights, save_checkpoint
 from mantissa.verl.refusals import get
 
@@ -42,7 +43,7 @@ class _Head(Protocol):
 class _Engine(Protocol):
     """What a checkpoint is of."""
 
-    module: Decoder
+    module: Decoder | TransformersPolicy
     ranks: Ranks
     policy: PrecisionPolicy
     step: OptimizerStep
@@ -51,6 +52,8 @@ class _Engine(Protocol):
 
     @property
     def flowrl(self) -> _Head | None: ...
+
+    def weights(self) -> Mapping[str, Tensor]: ...
 
     def whole_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
 
@@ -68,7 +71,7 @@ class Checkpoints:
         """All that a resume needs. Collective; rank 0 writes."""
         _refuse_hdfs(hdfs_path)
         engine, folder = self.engine, Path(local_path)
-        weights = dict(policy_weights(engine.module))
+        weights = dict(engine.weights())
         engine.ranks.check_alike(weights)
         policy = engine.whole_tensors(weights)
         optimizer = engine.whole_tensors(engine.step.optimizer_tensors())
@@ -94,7 +97,10 @@ class Checkpoints:
         model = self.engine.module
         if "hf_model" in self.saved:
             tokenizer = load_tokenizer(self.engine.model_config.local_path, model.config.vocab_size)
-            save_model(model, tokenizer, folder, weights=weights)
+            if isinstance(model, TransformersPolicy):
+                save_transformers(model, tokenizer, folder, weights)
+            else:
+                save_model(model, tokenizer, folder, weights=weights)
         else:
             self.engine.model_config.hf_config.save_pretrained(folder)
             self.engine.model_config.tokenizer.save_pretrained(folder)
@@ -133,7 +139,7 @@ class Checkpoints:
         if "model" in self.loaded:
             if engine.flowrl is not None:
                 engine.flowrl.flow.load(checkpoint.part("partition"))
-            load_weights({name: p.detach() for name, p in engine.module.named_parameters()}, checkpoint.policy)
+            load_weights(engine.weights(), checkpoint.policy)
 
 
 def _refuse_hdfs(path: str | None) -> None:

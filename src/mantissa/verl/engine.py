@@ -2,7 +2,10 @@
 
 verl gives a batch as nested tensors, each row a prompt and its response without padding, and a loss that takes
 log-probs (and entropy) to a number; what is between the two is ours: the model, its kernels in the format of each role,
-the backward, the optimiser's step with its loss scale. Three things are otherwise than in verl's engines:
+the backward, the optimiser's step with its loss scale. A model of a family that our decoder does not know runs by
+transformers' own code: adopted where kernels are exact, as it is where they are fast.
+
+Three things are otherwise than in verl's engines:
 
 - a backward that overflows is repeated at a lower loss scale on the same batch (``train_batch``), which verl's losses
   bear: they are functions of the batch;
@@ -20,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,22 +35,27 @@ from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
+from mantissa.adopted import Plans
 from mantissa.algorithms.losses.flowrl import FlowRLConfig
 from mantissa.base.errors import MantissaError
+from mantissa.base.hub import find_model
 from mantissa.base.ranks import Ranks, be_deterministic
-from mantissa.kernels import learner_kernels, resolve
-from mantissa.model import load_model, policy_weights
+from mantissa.kernels import ExactPlan, Kernels, NativeKernels, ResolvedPrecision, learner_kernels, resolve
+from mantissa.model import Decoder, load_model, policy_weights
 from mantissa.model.decoder import place
+from mantissa.rl.adapters import load_any, refused_by_ours
 from mantissa.rl.config.sections import LossScalingConfig
 from mantissa.rl.exact.plan import exact_plan, prove
 from mantissa.rl.flow import Flow
 from mantissa.rl.score import Entropies, Forward, forward
+from mantissa.rl.transformers import as_policy, on_grid
+from mantissa.rollout.transformers import TransformersPolicy, place_transformers, positions_of
 from mantissa.training import Backward, OptimizerStep, adamw, master_weights, where_nonfinite
 from mantissa.verl.batch import Rows, by_temperature
 from mantissa.verl.checkpoint import Checkpoints
 from mantissa.verl.engine_options import EngineOptions
 from mantissa.verl.flowrl import FlowRL
-from mantissa.verl.refusals import get, of_batch, of_checkpoint, of_engine, of_model, of_optimizer, refuse
+from mantissa.verl.refusals import get, of_batch, of_checkpoint, of_engine, of_family, of_model, of_optimizer, refuse
 from mantissa.verl.schedule import Schedule
 from mantissa.verl.wire import TENSOR, Setup
 
@@ -59,6 +68,7 @@ _FLAGS = (
     "return_model_output",
 )
 _LEAST_ROWS = 2048
+_LENGTH = 4096  # tokens that a model by transformers' own code is proven for, where the options do not say
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 # The setup of this process's learner, for the adapter of a hybrid rollout, which verl makes without telling it of one.
@@ -94,6 +104,8 @@ class MantissaEngine(BaseEngine):
     """The learner of one rank. Made by verl with its own four sections; ``initialize`` loads the model."""
 
     is_param_offload_enabled = is_optimizer_offload_enabled = False
+    module: Decoder | TransformersPolicy
+    kernels: Kernels
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         super().__init__()
@@ -119,25 +131,56 @@ class MantissaEngine(BaseEngine):
     def initialize(self) -> None:
         be_deterministic(self.device)
         precision = resolve(self.policy, self.device)  # a reference is a learner that does not learn
-        self.module = load_model(self.model_config.local_path)
-        if precision.learner.fp8 is not None:
-            precision.learner.fp8.check(self.module.projections)
-        positions = self.module.config.max_position_embeddings
-        length = min(self.options.length or positions, positions)
-        self.module.padding_row = _padding_row(self.model_config.hf_config, self.module.config.vocab_size)
-        self.module = place(self.module, self.device, self.ranks)
-        plan = self.ranks.broadcast(exact_plan(precision, self.module, self.device, length, self._rows(length)))
-        self.evidence = prove(precision, self.device, plan)
-        self.kernels = learner_kernels(precision, plan)
+        folder = find_model(self.model_config.local_path)
+        refused = refused_by_ours(folder)
+        self.setup = self._by_transformers(folder, refused) if refused else self._by_ours(precision, folder)
         if self.frozen:
             self.module.requires_grad_(False)
             return
-        self.setup = Setup(self.policy.model_dump(), plan, torch.get_num_threads(), length)
         LEARNER["setup"] = self.setup
         self.schedule, self.trainer_steps = Schedule.of(self.optimizer_config), 0
         scaling = self.options.loss_scaling or LossScalingConfig()
         self.step = self._optimizer_step(scaling.scaler(precision.learner.active))
         self.checkpoints = Checkpoints(self, self.checkpoint_config)
+
+    def _by_ours(self, precision: ResolvedPrecision, folder: Path) -> Setup:
+        """The model by our own decoder."""
+        module = load_model(folder)
+        if precision.learner.fp8 is not None:
+            precision.learner.fp8.check(module.projections)
+        positions = module.config.max_position_embeddings
+        length = min(self.options.length or positions, positions)
+        module.padding_row = _padding_row(self.model_config.hf_config, module.config.vocab_size)
+        self.module = module = place(module, self.device, self.ranks)
+        plan = self.ranks.broadcast(exact_plan(precision, module, self.device, length, self._rows(length)))
+        self.evidence = prove(precision, self.device, plan)
+        self.kernels = learner_kernels(precision, plan)
+        return self._setup(length, plan)
+
+    def _by_transformers(self, folder: Path, refused: str) -> Setup:
+        """The model by transformers' own code, adopted where kernels are exact. ``refused``: why not by our decoder."""
+        refuse(_CALLED, of_family(self.policy, self.options, refused))
+        model = load_any(folder, refused)
+        length = min(self.options.length or _LENGTH, positions_of(model))
+
+        def opened(plans: Plans | None) -> TransformersPolicy:
+            return as_policy(self.policy, model, self.device, length, plans)[0]
+
+        first = self.ranks.agreed(lambda: opened(None) if self.ranks.rank0 else None)
+        plans = self.ranks.broadcast(None if first is None or first.adopted is None else first.adopted.plans)
+        module = self.ranks.agreed(lambda: first or opened(plans))
+        self.kernels = NativeKernels(module.format)  # whose format alone is asked: transformers' code multiplies
+        self.evidence = {"learner": self._evidence(module)}
+        self.module = place_transformers(module, self.device, self.ranks)
+        return self._setup(length, plans=plans)
+
+    def _evidence(self, policy: TransformersPolicy) -> str:
+        if policy.adopted is not None:
+            return policy.adopted.lines[-1]
+        return on_grid("learner", policy, policy.format, self.device)
+
+    def _setup(self, length: int, plan: ExactPlan | None = None, plans: Plans | None = None) -> Setup:
+        return Setup(self.policy.model_dump(), plan, torch.get_num_threads(), length, plans)
 
     def _rows(self, length: int) -> int:
         """Positions of the largest product: of the largest micro-batch that verl's keys allow."""
@@ -161,6 +204,7 @@ class MantissaEngine(BaseEngine):
         masters = master_weights(self.options.masters, parameters, self.kernels.format, seed)
         watched: nn.Module = self.module
         if self.options.flowrl is not None:
+            assert isinstance(self.module, Decoder)  # ``of_family``'s
             self.flowrl = _Head(self.options.flowrl, self.module.config.hidden_size, seed, self.device)
             self.flowrl.join(optimizer, optim.lr)
             parameters |= self.flowrl.parameters
@@ -363,8 +407,14 @@ class MantissaEngine(BaseEngine):
     def _weights(self, with_setup: bool) -> Iterator[tuple[str, Tensor]]:
         if with_setup:
             yield TENSOR, self.setup.to_tensor().to(self.device)
-        for name, tensor in policy_weights(self.module).items():
+        for name, tensor in self.weights().items():
             yield name, whole(tensor)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The policy's fp32 masters by Hugging Face's names, in slices where they are sharded."""
+        if isinstance(self.module, TransformersPolicy):
+            return {name: parameter.detach() for name, parameter in self.module.model.named_parameters()}
+        return policy_weights(self.module)
 
     def whole_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors as a checkpoint holds them; on rank 0 alone where they are sharded."""

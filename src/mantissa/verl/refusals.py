@@ -11,7 +11,9 @@ from typing import Any
 
 from mantissa.base.config import Refusals
 from mantissa.base.errors import MantissaError
+from mantissa.precision import PrecisionPolicy
 from mantissa.rollout.support import ignored
+from mantissa.verl.engine_options import WHERE, EngineOptions
 
 _ACTOR, _MODEL, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 
@@ -43,6 +45,19 @@ def of_model(model: Any) -> Refusals:
         yield get(model, name), f"{_MODEL}.{name} does nothing with kernels that are not transformers'; leave it out"
     given = set(get(model, "override_config") or {}) - {"attn_implementation", "model_config"}
     yield given, f"{_MODEL}.override_config.{next(iter(sorted(given)), '')}: the model's own configuration is used"
+
+
+def of_family(policy: PrecisionPolicy, options: EngineOptions, why: str) -> Refusals:
+    """Of a model that runs by transformers' own code. ``why``: what our decoder does not know of it."""
+    given, own = f"{WHERE}.precision", f"the model runs by transformers' own code ({why})"
+    yield options.flowrl is not None, f"{WHERE}.flowrl: {own}, whose hidden states are not told; leave it out"
+    yield policy.logits != "fp32", f"{given}.logits={policy.logits}: {own}, its head too; leave it out"
+    yield policy.kv_cache is not None, f"{given}.kv_cache={policy.kv_cache}: {own}, its cache too; leave it out"
+    yield policy.backend != "auto", f"{given}.backend={policy.backend}: {own}; leave it out"
+    yield (
+        options.rows is not None,
+        f"{WHERE}.rows={options.rows}: {own}, whose products are proven for any number; leave it out",
+    )
 
 
 def of_engine(engine: Any, ranks: int) -> Refusals:

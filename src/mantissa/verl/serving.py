@@ -28,12 +28,15 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.hub import find_model
 from mantissa.base.ranks import be_deterministic
 from mantissa.base.seeds import derive_seed
-from mantissa.kernels import probe, resolve, rollout_kernels
+from mantissa.kernels import ResolvedPrecision, probe, resolve, rollout_kernels
 from mantissa.model import Tokenizer, load_tokenizer
 from mantissa.model.config import ModelConfig, read_config
 from mantissa.precision import PrecisionPolicy
+from mantissa.rl.adapters import load_any, refused_by_ours
+from mantissa.rl.transformers import as_policy, on_grid
 from mantissa.rollout import NativeEngine
 from mantissa.rollout.sampling import Completion, Request, SamplingParams
+from mantissa.rollout.transformers import PolicyEngine, any_config
 from mantissa.verl.wire import Setup
 
 _LOG = logging.getLogger(__name__)
@@ -124,14 +127,16 @@ class Serving:
     """A server of one replica. ``load`` gives it weights; every method is of one event loop."""
 
     def __init__(self, model: str, limits: Limits, device: torch.device, replica: int = 0) -> None:
-        folder = find_model(model)
+        self.folder = find_model(model)
         self.limits, self.device, self.replica = limits, device, replica
-        self.config: ModelConfig = read_config(folder)
-        self.tokenizer: Tokenizer = load_tokenizer(folder, self.config.vocab_size)
+        self.refused = refused_by_ours(self.folder)  # then it runs by transformers' own code
+        self.config = any_config(self.folder) if self.refused else read_config(self.folder)
+        self.tokenizer: Tokenizer = load_tokenizer(self.folder, self.config.vocab_size)
         self.step: int | None = None
         self.evidence = ""
+        self._twice: set[str] = set()  # names that verl's own engines send beside another of the same tensor's
         self._setup: Setup | None = None
-        self._engine: NativeEngine | None = None
+        self._engine: NativeEngine | PolicyEngine | None = None
         self._version = -1
         self._waiting: list[_Waiting] = []
         self._turns: asyncio.Task[None] | None = None
@@ -156,23 +161,30 @@ class Serving:
             self._engine = self._new_engine(setup)
             self._setup = setup
         self._version += 1
-        if self.config.tie_word_embeddings:  # verl's own engines send the one table under both of its names
-            weights = {name: tensor for name, tensor in weights.items() if name != "lm_head.weight"}
+        weights = {name: tensor for name, tensor in weights.items() if name not in self._twice}
         self._engine.sync(weights, self._version)
 
-    def _new_engine(self, setup: Setup) -> NativeEngine:
+    def _new_engine(self, setup: Setup) -> NativeEngine | PolicyEngine:
         torch.set_num_threads(setup.threads)
         be_deterministic(self.device)
         precision = resolve(PrecisionPolicy.parse(setup.policy), self.device)
-        kernels = rollout_kernels(precision, setup.plan)
-        if self._setup != setup:  # proven here: this may be another machine than the learner's
-            self.evidence = probe(kernels, self.device)
         if precision.rollout.exact and setup.length < self.limits.longest:
             raise MantissaError(
                 f"mixed_precision.length={setup.length}: prompt and response may have {self.limits.longest} tokens "
                 "(rollout.prompt_length + rollout.response_length), and exact kernels are proven for fewer; raise it"
             )
-        engine = NativeEngine(
+        engine = self._transformers(setup) if self.refused else self._native(setup, precision)
+        engine.interrupted = lambda: self._stopping
+        return engine
+
+    def _native(self, setup: Setup, precision: ResolvedPrecision) -> NativeEngine:
+        assert isinstance(self.config, ModelConfig)
+        kernels = rollout_kernels(precision, setup.plan)
+        if self._setup != setup:  # proven here: this may be another machine than the learner's
+            self.evidence = probe(kernels, self.device)
+        if self.config.tie_word_embeddings:
+            self._twice = {"lm_head.weight"}
+        return NativeEngine(
             self.config,
             kernels,
             kv_format=precision.kv_cache.active,
@@ -181,13 +193,30 @@ class Serving:
             device=self.device,
             decode_text=self.tokenizer.decode,
         )
-        engine.interrupted = lambda: self._stopping
+
+    def _transformers(self, setup: Setup) -> PolicyEngine:
+        """By transformers' own code, adopted as the learner's model is; compared here anew."""
+        wanted, model = PrecisionPolicy.parse(setup.policy), load_any(self.folder, self.refused).requires_grad_(False)
+        policy, precision = as_policy(wanted, model, self.device, setup.length, setup.plans)
+        rollout = precision.rollout
+        engine = PolicyEngine(policy, rollout, self.limits.slots, self.tokenizer.decode, alone=True)
+        self.evidence = (
+            on_grid("rollout", engine.model, rollout.active, self.device)
+            if policy.adopted is None
+            else f"{rollout.name}, {policy.adopted.lines[-1]}"
+        )
+        self._twice = set(model.state_dict()) - {name for name, _ in model.named_parameters()}
         return engine
 
     async def release(self) -> None:
-        """Give weights and cache back; the next ``load`` makes them anew."""
+        """Give weights and cache back; the next ``load`` makes them anew.
+
+        On a CPU a model by transformers' own code stays: to read and compare it anew takes longer than it is worth.
+        """
 
         def drop() -> None:
+            if self.refused and self.device.type == "cpu":
+                return
             self._engine = None
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mantissa.adopted import Plans
 from mantissa.base.bounds import boundary
 from mantissa.base.readers.json import parse_json
 from mantissa.kernels import ExactPlan
@@ -27,12 +28,14 @@ TENSOR = "mantissa.setup"  # the name of the tensor of bytes; no weight has a na
 @dataclass(frozen=True)
 class Setup:
     """``policy``: the precision, as it was asked for. ``plan``: of exact kernels on a CPU, else None. ``threads``:
-    torch's, of the learner. ``length``: tokens of the longest sequence that they were proven for."""
+    torch's, of the learner. ``length``: tokens of the longest sequence that they were proven for. ``plans``: in the
+    place of ``plan`` where the model is by transformers' own code, adopted; None where it is not."""
 
     policy: Mapping[str, Any]
     plan: ExactPlan | None
     threads: int
     length: int
+    plans: Plans | None = None
 
     @staticmethod
     def of_keys(dtype: str, quantization: str | None, length: int) -> Setup:
@@ -44,25 +47,20 @@ class Setup:
         return Setup(policy, None, torch.get_num_threads(), length)
 
     def to_json(self) -> str:
-        plan = None if self.plan is None else dataclasses.asdict(self.plan)
-        if plan is not None:
-            for field in ("products", "bf16"):
-                plan[field] = [[list(size), value] for size, value in plan[field].items()]
-        return json.dumps(dict(vars(self)) | {"policy": dict(self.policy), "plan": plan})
+        plan = None if self.plan is None else _plain(self.plan)
+        plans = None if self.plans is None else [[list(heads), _plain(each)] for heads, each in self.plans.items()]
+        return json.dumps(dict(vars(self)) | {"policy": dict(self.policy), "plan": plan, "plans": plans})
 
     @staticmethod
     def from_json(text: str | bytes) -> Setup:
         """The inverse of ``to_json``. ``MantissaError`` for anything else."""
         with boundary("the learner's setup", "learner and rollout are of two versions of mantissa; install one"):
             values = parse_json(text.encode() if isinstance(text, str) else text)
-            plan = values["plan"]
-            if plan is not None:
-                products, bf16 = (
-                    {tuple(size): _choice(Choice, each) for size, each in plan[field]} for field in ("products", "bf16")
-                )
-                attention, threads = _choice(AttentionChoice, plan["attention"]), tuple(plan["threads"])
-                plan = ExactPlan(products, attention, bf16, plan["checked"], threads, plan["length"])
-            return Setup(values["policy"], plan, values["threads"], values["length"])
+            plan = None if values["plan"] is None else _plan(values["plan"])
+            plans: Plans | None = None
+            if values["plans"] is not None:
+                plans = {(int(q), int(k), int(size)): _plan(each) for (q, k, size), each in values["plans"]}
+            return Setup(values["policy"], plan, values["threads"], values["length"], plans)
 
     def to_tensor(self) -> Tensor:
         """As bytes: uint8, one dimension."""
@@ -72,6 +70,20 @@ class Setup:
     def take_from(weights: dict[str, Tensor]) -> Setup:
         """Take the tensor of bytes out of ``weights`` and read it."""
         return Setup.from_json(bytes(weights.pop(TENSOR).cpu().tolist()))
+
+
+def _plain(plan: ExactPlan) -> dict[str, Any]:
+    """A plan as JSON has it."""
+    values = dataclasses.asdict(plan)
+    return values | {name: [[list(size), each] for size, each in values[name].items()] for name in ("products", "bf16")}
+
+
+def _plan(values: Mapping[str, Any]) -> ExactPlan:
+    products, bf16 = (
+        {tuple(size): _choice(Choice, each) for size, each in values[name]} for name in ("products", "bf16")
+    )
+    attention, threads = _choice(AttentionChoice, values["attention"]), tuple(values["threads"])
+    return ExactPlan(products, attention, bf16, values["checked"], threads, values["length"])
 
 
 def _choice(kind: Any, values: dict[str, Any]) -> Any:
