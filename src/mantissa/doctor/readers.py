@@ -70,8 +70,9 @@ _NO_LOGPS = {
 }
 
 
-def read_dump(path: Path, framework: str | None = None) -> Dump:
-    """Read a run, a file or a folder of files. ``framework``: whose it must be; None is found by looking.
+def read_dump(path: Path, framework: str | None = None, names: Mapping[str, str] | None = None) -> Dump:
+    """Read a run, a file or a folder of files. ``framework``: whose it must be; None is found by looking. ``names``:
+    of the sides' columns, in a file that is nobody's that is known (columns.py).
 
     Raises ``MantissaError`` for what is damaged, holds one side only, or is nobody's that is known.
     """
@@ -163,10 +164,14 @@ def _read_file(path: Path, framework: str | None) -> tuple[str, list[Scored], Se
 _HINT = "--from says whose it is where that was not found by itself"
 
 
+def whose_row(row: Row) -> str | None:
+    """Whose row it is by its fields, None where nobody's that is known has them."""
+    return next((whose for whose, needed in _KNOWN.items() if needed <= row.keys()), None)
+
+
 def _whose(where: str, row: Row) -> str:
-    for whose, needed in _KNOWN.items():
-        if needed <= row.keys():
-            return whose
+    if (whose := whose_row(row)) is not None:
+        return whose
     raise MantissaError(
         f"{where}: nobody's fields that are known ({', '.join(sorted(map(str, row))[:12])}); expected those of "
         f"{', '.join(FRAMEWORKS[1:6])}, or of plain: tokens, prompt_length, rollout_logp, learner_logp"

@@ -7,6 +7,8 @@
 | pickles of tensors | ``pickles`` | names, bytes, operations, values with every reference written out |
 | zip | ``zips`` | bytes, entries; no compression |
 | torch.save's files | ``torch_files`` | the same, and torch's own list of names |
+| tables of text | ``csv`` | bytes, columns, rows, cells |
+| event files of TensorBoard | ``events`` | bytes of a file and of a record, scalars |
 | safetensors | ``safetensors`` | bytes of the header, tensors |
 | parquet | ``parquet`` | rows, values, bytes as they are unpacked |
 | SQLite | ``sqlite`` | processor seconds of a statement, bytes of a value; no views, triggers, virtual tables |
@@ -24,10 +26,24 @@ from typing import Any
 
 def readers() -> dict[str, Callable[[Path], Any]]:
     """Each reader by its format: it takes a file, or a model's folder, and gives what it holds or one MantissaError."""
-    from mantissa.base.readers import json, parquet, pickles, safetensors, sqlite, tokenizers, torch_files, yaml, zips
+    from mantissa.base.readers import (
+        csv,
+        events,
+        json,
+        parquet,
+        pickles,
+        safetensors,
+        sqlite,
+        tokenizers,
+        torch_files,
+        yaml,
+        zips,
+    )
 
     return {
         "yaml": yaml.read_yaml,
+        "csv": lambda path: list(csv.read_csv(path)),
+        "events": events.read_events,
         "json": json.read_json,
         "json rows": lambda path: list(json.read_rows(path)),
         "pickles": pickles.load,
