@@ -18,11 +18,14 @@ import pytest
 
 import curve_logs
 from hostile import attempt
+from mantissa.base.errors import MantissaError
 from mantissa.base.readers.events import _masked, read_events
+from mantissa.doctor.curve_page import lines
+from mantissa.doctor.curves import examine_log
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.isolated import Reading
 from mantissa.doctor.logs import Log, Role, read_log, table
-from mantissa.doctor.sources import read_source
+from mantissa.doctor.sources import given, read_source
 
 DATA = Path(__file__).parents[1] / "data"
 READER = "mantissa.doctor.sources:read_source"
@@ -51,48 +54,56 @@ class _Runs:
         return os.system, ("touch /tmp/ran",)
 
 
+def _text(text: str) -> Callable[[Path], Any]:
+    return lambda path: path.write_text(text)
+
+
+def _bytes(data: bytes) -> Callable[[Path], Any]:
+    return lambda path: path.write_bytes(data)
+
+
 HOSTILE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "huge json": ("x.json", _huge, "expected at most"),
     "huge event file": ("events.out.tfevents.1", _huge, "expected at most"),
     "huge csv": ("x.csv", _huge, "expected at most"),
-    "deep json": ("x.json", lambda p: p.write_text('{"log_history": ' + "[" * 100_000 + "]" * 100_000 + "}"), "deep"),
-    "a pickle named json": ("x.json", lambda p: p.write_bytes(pickle.dumps(_Runs())), "holds a pickle"),
-    "a pickle named csv": ("x.csv", lambda p: p.write_bytes(pickle.dumps(_Runs())), "not a table"),
-    "a pickle named pt": ("x.pt", lambda p: p.write_bytes(pickle.dumps(_Runs())), "nothing of it was run"),
-    "a million keys": ("x.json", lambda p: p.write_text(json.dumps([{f"k{n}": 1 for n in range(60_000)} | {"step": 1}])),
+    "deep json": ("x.json", _text('{"log_history": ' + "[" * 100_000 + "]" * 100_000 + "}"), "deep"),
+    "a pickle named json": ("x.json", _bytes(pickle.dumps(_Runs())), "holds a pickle"),
+    "a pickle named csv": ("x.csv", _bytes(pickle.dumps(_Runs())), "not a table"),
+    "a pickle named pt": ("x.pt", _bytes(pickle.dumps(_Runs())), "nothing of it was run"),
+    "a million keys": ("x.json", _text(json.dumps([{f"k{n}": 1 for n in range(60_000)} | {"step": 1}])),
                        "50,000 names"),
-    "a million keys, by name": ("x.json", lambda p: p.write_text(json.dumps({f"k{n}": {"1": 1} for n in range(60_000)})),
+    "a million keys, by name": ("x.json", _text(json.dumps({f"k{n}": {"1": 1} for n in range(60_000)})),
                                 "50,000 names"),
-    "binary": ("x.json", lambda p: p.write_bytes(bytes(range(256)) * 9), "binary"),
-    "binary log": ("x.log", lambda p: p.write_bytes(bytes(range(256)) * 9), "binary"),
-    "binary events": ("events.out.tfevents.1", lambda p: p.write_bytes(bytes(range(256)) * 9), "damaged at byte 0"),
-    "an event file of nothing": ("events.out.tfevents.1", lambda p: p.write_bytes(_record(b"")), "holds no scalar"),
-    "an event file cut at its beginning": ("events.out.tfevents.1", lambda p: p.write_bytes(_record(b"x" * 40)[:30]),
+    "binary": ("x.json", _bytes(bytes(range(256)) * 9), "binary"),
+    "binary log": ("x.log", _bytes(bytes(range(256)) * 9), "binary"),
+    "binary events": ("events.out.tfevents.1", _bytes(bytes(range(256)) * 9), "damaged at byte 0"),
+    "an event file of nothing": ("events.out.tfevents.1", _bytes(_record(b"")), "holds no scalar"),
+    "an event file cut at its beginning": ("events.out.tfevents.1", _bytes(_record(b"x" * 40)[:30]),
                                            "holds no scalar"),
     "an event file damaged in between": (
-        "events.out.tfevents.1", lambda p: p.write_bytes(_record(b"") + b"\1" + _record(b"")), "damaged at byte 16"),
-    "an event that is longer than it says": ("events.out.tfevents.1", lambda p: p.write_bytes(_record(b"\x2a\x7f\x01")),
+        "events.out.tfevents.1", _bytes(_record(b"") + b"\1" + _record(b"")), "damaged at byte 16"),
+    "an event that is longer than it says": ("events.out.tfevents.1", _bytes(_record(b"\x2a\x7f\x01")),
                                              "longer than its message"),
-    "an event whose number never ends": ("events.out.tfevents.1", lambda p: p.write_bytes(_record(b"\x10" + b"\xff" * 20)),
+    "an event whose number never ends": ("events.out.tfevents.1", _bytes(_record(b"\x10" + b"\xff" * 20)),
                                          "without an end"),
-    "a record of a terabyte": ("events.out.tfevents.1", lambda p: p.write_bytes(
+    "a record of a terabyte": ("events.out.tfevents.1", _bytes(
         struct.pack("<Q", 1 << 40) + struct.pack("<I", _masked(struct.pack("<Q", 1 << 40))) + b"\0" * 90), "at most"),
-    "csv with a null byte": ("x.csv", lambda p: p.write_bytes(b"Step,a\n1,\x00\n"), "not a table"),
-    "csv of one cell": ("x.csv", lambda p: p.write_text('Step,loss\n1,"' + "9" * 2_000_000), "not a table"),
-    "csv with a name twice": ("x.csv", lambda p: p.write_text("Step,loss,loss\n1,2,3\n"), "twice"),
-    "csv of many columns": ("x.csv", lambda p: p.write_text(",".join(f"c{n}" for n in range(30_000)) + "\n"), "columns"),
-    "csv of formulas": ("x.csv", lambda p: p.write_text('Step,loss\n1,"=cmd|\'/c calc\'!A1"\n'), "no figure"),
-    "csv of two runs": ("x.csv", lambda p: p.write_text("Step,a - loss,b - loss\n1,2,3\n"), "2 runs"),
-    "empty": ("x.json", lambda p: p.write_text(" \n"), "empty"),
-    "empty rows": ("x.jsonl", lambda p: p.write_text(""), "empty"),
-    "a list of nothing": ("trainer_state.json", lambda p: p.write_text('{"log_history": []}'), "no figure"),
-    "a text": ("x.json", lambda p: p.write_text('"loss"'), "expected rows of figures"),
-    "prose": ("x.log", lambda p: p.write_text("it went well\n" * 50), "no line with figures"),
-    "rows that are lists": ("x.json", lambda p: p.write_text("[[1], [2]]"), "expected an object"),
-    "one scalar of TensorBoard": ("x.json", lambda p: p.write_text("[[1.5, 1, 0.1], [1.6, 2, 0.2]]"), "without its name"),
-    "half a surrogate": ("x.json", lambda p: p.write_text('[{"step": 1, "\\ud800": 1}]'), "surrogates not allowed"),
-    "a number of 5,000 digits": ("x.json", lambda p: p.write_text('[{"step": 1, "loss": ' + "9" * 5000 + "}]"), "digits"),
-    "a broken row": ("x.jsonl", lambda p: p.write_text('{"step": 1, "loss": 1}\n{"st\n{"step": 3, "loss": 1}\n'), "line 2"),
+    "csv with a null byte": ("x.csv", _bytes(b"Step,a\n1,\x00\n"), "not a table"),
+    "csv of one cell": ("x.csv", _text('Step,loss\n1,"' + "9" * 2_000_000), "not a table"),
+    "csv with a name twice": ("x.csv", _text("Step,loss,loss\n1,2,3\n"), "twice"),
+    "csv of many columns": ("x.csv", _text(",".join(f"c{n}" for n in range(30_000)) + "\n"), "columns"),
+    "csv of formulas": ("x.csv", _text('Step,loss\n1,"=cmd|\'/c calc\'!A1"\n'), "no figure"),
+    "csv of two runs": ("x.csv", _text("Step,a - loss,b - loss\n1,2,3\n"), "2 runs"),
+    "empty": ("x.json", _text(" \n"), "empty"),
+    "empty rows": ("x.jsonl", _text(""), "empty"),
+    "a list of nothing": ("trainer_state.json", _text('{"log_history": []}'), "no figure"),
+    "a text": ("x.json", _text('"loss"'), "expected rows of figures"),
+    "prose": ("x.log", _text("it went well\n" * 50), "no line with figures"),
+    "rows that are lists": ("x.json", _text("[[1], [2]]"), "expected an object"),
+    "one scalar of TensorBoard": ("x.json", _text("[[1.5, 1, 0.1], [1.6, 2, 0.2]]"), "without its name"),
+    "half a surrogate": ("x.json", _text('[{"step": 1, "\\ud800": 1}]'), "surrogates not allowed"),
+    "a number of 5,000 digits": ("x.json", _text('[{"step": 1, "loss": ' + "9" * 5000 + "}]"), "digits"),
+    "a broken row": ("x.jsonl", _text('{"step": 1, "loss": 1}\n{"st\n{"step": 3, "loss": 1}\n'), "line 2"),
     "a folder of nothing": ("folder", lambda p: p.mkdir(), "expected a run's folder"),
     "a link to a device": ("x.json", lambda p: p.symlink_to("/dev/zero"), "a pipe or a device"),
     "a link to itself": ("x.json", lambda p: p.symlink_to(p), "x.json"),
@@ -127,22 +138,26 @@ def test_lines_made_to_be_slow_are_read_at_once(tmp_path: Path) -> None:
     assert time.process_time() - before < 10
 
 
-def mantissa(*arguments: str, given: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
+def mantissa(*arguments: str, given: bytes) -> subprocess.CompletedProcess[bytes]:
     command = [sys.executable, "-m", "mantissa", "doctor", *arguments]
     return subprocess.run(command, input=given, capture_output=True, timeout=600)
 
 
-def test_standard_input(tmp_path: Path) -> None:
+def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing on it is one line; a log on it is read as its file is."""
     done = mantissa("-", given=b"")
     assert done.returncode == 2
     assert done.stderr.decode().strip() == "mantissa: error: -: standard input is empty; pipe a log or a dump into it"
     path = curve_logs.verl_file(tmp_path / "x.jsonl", curve_logs.healthy())
-    file, pipe = mantissa(str(path)), mantissa("-", given=path.read_bytes())
-    assert (pipe.returncode, pipe.stdout) == (file.returncode, file.stdout)
-    bad = mantissa("-", given=b'{"log_history": [1]}')
-    assert bad.returncode == 2
-    assert bad.stderr.decode().startswith("mantissa: error: standard input, row 1: expected an object")
+    pipe, log = mantissa("-", given=path.read_bytes()), log_of(path)
+    assert pipe.returncode == 0, pipe.stderr
+    assert pipe.stdout.decode().splitlines() == lines(log, examine_log(log))
+    monkeypatch.setattr(sys, "stdin", (tmp_path / "bad").open("w+b"))
+    sys.stdin.write(b'{"log_history": [1]}')  # type: ignore[arg-type]
+    sys.stdin.seek(0)
+    with pytest.raises(MantissaError, match="standard input, row 1: expected an object"), given(Path("-")) as file:
+        read_source(file)
+    assert not file.exists()
 
 
 # layouts

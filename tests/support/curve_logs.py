@@ -18,8 +18,9 @@ from mantissa.doctor.logs import Role, table
 Row = dict[str, Any]
 _USUAL = {
     Role.ABS: 0.012, Role.PROB: 0.003, Role.K3: 5e-4, Role.MULT: 1.012, Role.K1: 5e-4, Role.MAX: 0.4, Role.RATIO: 1.0,
-    Role.ENTROPY: 0.6, Role.GRAD_NORM: 0.8, Role.LOSS: 0.02, Role.CLIPPED: 0.002, Role.REWARD: 0.4, Role.REWARD_STD: 0.3,
-    Role.SAME_REWARD: 0.3, Role.LENGTH: 400.0, Role.LENGTH_MIN: 60.0, Role.LENGTH_MAX: 1000.0, Role.TRUNCATED: 0.05,
+    Role.ENTROPY: 0.6, Role.GRAD_NORM: 0.8, Role.LOSS: 0.02, Role.CLIPPED: 0.002, Role.REWARD: 0.4,
+    Role.REWARD_STD: 0.3, Role.SAME_REWARD: 0.3,
+    Role.LENGTH: 400.0, Role.LENGTH_MIN: 60.0, Role.LENGTH_MAX: 1000.0, Role.TRUNCATED: 0.05,
     Role.STALENESS: 1.0, Role.VERSION: 1.0, Role.LOSS_SCALE: 65536.0,
 }  # fmt: skip
 _GAP = (Role.ABS, Role.PROB, Role.K3, Role.MULT, Role.MAX)
@@ -113,10 +114,15 @@ def printed(path: Path, rows: Sequence[Row]) -> Path:
     return path
 
 
+def _of(row: Row, rollout: bool) -> Row:
+    return {name: each for name, each in row.items() if name != "step" and name.startswith("rollout/") is rollout}
+
+
 def slime_console(path: Path, rows: Sequence[Row]) -> Path:
     text = "".join(
-        f"[2026-11-01 10:00:00] model.py:898 - step {row['step']}: { {n: v for n, v in row.items() if n != 'step'} }\n"
+        f"[2026-11-01 10:00:00] model.py:898 - {kind} {row['step']}: {part}\n"
         for row in rows
+        for kind, part in (("rollout", _of(row, True)), ("step", _of(row, False)))
     )
     path.write_text(text)
     return path

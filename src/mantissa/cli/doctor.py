@@ -32,7 +32,8 @@ _Out = Annotated[
 ]
 _Map = Annotated[
     str,
-    typer.Option("--map", metavar="SIDE=NAME,...", help="Name columns: learner, rollout, tokens, ...; of a log gap_abs, ...",
+    typer.Option("--map", metavar="SIDE=NAME,...", help="Name columns: learner, rollout, tokens, ...; of a log "
+                 "gap_abs, ...",
                  show_default="obvious names, and said"),
 ]  # fmt: skip
 _MODEL = "Of the tokens: find causes by scoring them again. A run's own folder: its checkpoints."

@@ -50,7 +50,7 @@ _WHY = "expected whole numbers of at most 63 bits; write the file again"
 
 
 def main() -> None:
-    """Read what the arguments say: reader, path, framework or "", the limits as JSON, and what else the reader takes."""
+    """Read what the arguments say: reader, path, framework or "", the limits as JSON, and more of the reader's."""
     reader, path, framework, limits, *more = sys.argv[1:]
     gc.disable()  # rows make no circles, and looking for some takes a tenth of the time
     out = os.fdopen(os.dup(1), "wb")

@@ -6,11 +6,16 @@ import json
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mantissa.base.files import atomic_file, disk_errors, write_atomically
 from mantissa.doctor.curves import CurveDiagnosis, title
 from mantissa.doctor.diagnosis import Verdict
 from mantissa.doctor.logs import Log, table
+
+if TYPE_CHECKING:
+    from mantissa.runs.page import Block
+    from mantissa.runs.plots import Plot
 
 WIDTH, LINES = 100, 12
 
@@ -77,12 +82,12 @@ def write_log_page(log: Log, found: CurveDiagnosis, folder: Path) -> Path:
     return folder / PAGE
 
 
-def _blocks(log: Log, found: CurveDiagnosis) -> list:  # type: ignore[type-arg]
+def _blocks(log: Log, found: CurveDiagnosis) -> list[Block]:
     from mantissa.doctor.page import LEVELS
     from mantissa.runs.page import Banner, Heading, Plots, Sentence, Table
 
     source = table().programs[log.program].source
-    marks = {True: "found", False: "no"}
+    marks, more = {True: "found", False: "no"}, [*found.likely, *found.remarks, *found.notes]
     tests = [
         (table().faults[each.name].title.format(step=each.effect, near="", what=""),
          marks[each.found] if each.tested else "not tested", each.said)
@@ -91,7 +96,7 @@ def _blocks(log: Log, found: CurveDiagnosis) -> list:  # type: ignore[type-arg]
     return [
         Heading(f"Doctor: {log.path.name}", 1),
         Sentence(f"{found.figures['steps']:,} steps of {log.program}; names from {source}.", "sub"),
-        Banner(f"{answer(found)} {found.headline}", [*found.likely, *found.remarks, *found.notes], LEVELS[found.verdict]),
+        Banner(f"{answer(found)} {found.headline}", more, LEVELS[found.verdict]),
         Heading("Curves"), Plots(_plots(log)),
         Heading("What was tested"), Table(("what", "result", "what it says"), tests, ("", "n", "")),
         Heading("What this cannot know"), Table(("",), [(each.said,) for each in found.unknown], ("",)),
@@ -99,7 +104,7 @@ def _blocks(log: Log, found: CurveDiagnosis) -> list:  # type: ignore[type-arg]
     ]  # fmt: skip
 
 
-def _plots(log: Log) -> list:  # type: ignore[type-arg]
+def _plots(log: Log) -> list[Plot]:
     import numpy as np
 
     from mantissa.runs.plots import BLUE, Plot, figure, to_svg

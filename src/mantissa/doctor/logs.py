@@ -3,9 +3,9 @@
 | log | written by | layout |
 |---|---|---|
 | trainer_state.json | TRL, Hugging Face's Trainer | ``log_history``: rows with ``step`` |
-| a list of such rows, as json or jsonl | ``trainer.state.log_history``, prime-rl, W&B's ``scan_history``, ours | flat rows |
+| a list of such rows, json or jsonl | ``trainer.state.log_history``, prime-rl, W&B's ``scan_history``, ours | rows |
 | jsonl | verl's ``file`` logger | ``{"step": 1, "data": {...}}`` |
-| text | verl's ``console`` logger; slime; Trainer | ``step:1 - a/b:0.1 - ...``; ``step 1: {'a/b': 0.1}``; ``{'loss': 0.1}`` |
+| text | verl's ``console`` logger; slime; Trainer | ``step:1 - a/b:0.1``; ``step 1: {'a/b': 0.1}``; ``{'loss': 0.1}`` |
 | events.out.tfevents.* | TensorBoard, of any program | records |
 | json | NeMo-RL's merged metrics | ``{"train/loss": {"1": 0.1}}`` |
 | json, csv | MLflow | rows of ``key``, ``value``, ``step`` |
@@ -193,7 +193,8 @@ def is_log(path: Path) -> bool:
 
 
 def read_log(path: Path, program: str | None = None, mapping: Mapping[str, str] | None = None) -> Log:
-    """The curves of a file, or of the newest log in a folder. ``program``: whose it is, None is found by its names. ``mapping``: role to name.
+    """The curves of a file, or of the newest log in a folder. ``program``: whose it is, None is found by its
+    names. ``mapping``: role to name.
 
     Raises ``MantissaError`` for what is damaged, holds no figure that is known, or may be of two programs.
     """
@@ -353,7 +354,7 @@ def _csv(path: Path, heap: _Heap) -> tuple[str, ...]:
 
 _CONSOLE = re.compile(rb"\bstep:(\d{1,15}) - ")
 _PIECE = re.compile(r"([^\s:]{1,200}):(?:np\.\w{1,20}\()?([-+]?(?:\d[\d.eE+-]{0,40}|nan|inf))\)?")
-_BEFORE = re.compile(rb"\b(?:step|rollout|perf) (\d{1,15}): $")
+_BEFORE = re.compile(rb"\b(step|rollout|perf) (\d{1,15}): $")
 _LONGEST_LINE = 1 << 17  # bytes: a hundred figures are a twentieth of it
 _ENTRY = re.compile(r"'([^']{1,200})': '?(?:np\.\w{1,20}\()?([-+]?(?:\d[\d.eE+-]{0,40}|nan|inf))\)?'?(?=[,}])")
 
@@ -364,20 +365,24 @@ def _text(path: Path, heap: _Heap) -> tuple[str, ...]:
     for _, line in read_lines(path, ROW):
         if len(line) > _LONGEST_LINE:
             continue
-        step = None
+        step, before = None, None
         if found := _CONSOLE.search(line):
             step = found[1]
             pieces = line[found.end() :].decode("utf-8", "replace").split(" - ")
-            entries = [piece.groups() for each in pieces if (piece := _PIECE.fullmatch(each.strip()))]
+            entries = {piece[1]: piece[2] for each in pieces if (piece := _PIECE.fullmatch(each.strip()))}
         elif (start := line.find(b"{'")) >= 0:
             before = _BEFORE.search(line[max(0, start - 40) : start])
-            step = before[1] if before else None
-            entries = [piece.groups() for piece in _ENTRY.finditer(line[start:].decode("utf-8", "replace"))]
+            step = before[2] if before else None
+            entries = {piece[1]: piece[2] for piece in _ENTRY.finditer(line[start:].decode("utf-8", "replace"))}
         else:
             continue
-        if entries:
+        if entries and before is not None and before[1] != b"step":  # slime counts rollouts apart from steps
             seen += 1
-            heap.add(_step(dict(entries), seen) if step is None else float(step), dict(entries))
+            for name, value in entries.items():
+                heap.put(name, float(before[2]), float(value))
+        elif entries:
+            seen += 1
+            heap.add(_step(entries, seen) if step is None else float(step), entries)
     if not seen:
         raise MantissaError(
             f"{path}: no line with figures; expected those of verl's console (step:1 - actor/loss:0.1), or "
@@ -431,7 +436,8 @@ def _whose(path: Path, by_name: Mapping[str, list[str]], mapped: bool) -> str:
         own[whose], all_[whose] = sum(writers[name] == 1 for name in there), len(there)
     best = max(own, key=lambda whose: (own[whose], all_[whose]))
     if own[best]:
-        if (rivals := [whose for whose in own if whose != best and own[whose] == own[best]]) and own[best] > 0:
+        rivals = [each for each in own if each != best and (own[each], all_[each]) == (own[best], all_[best])]
+        if rivals:
             raise MantissaError(f"{path}: names of {best} and of {rivals[0]} alike; say which by --from")
         return best
     if all_[best] or mapped:

@@ -1,9 +1,10 @@
-"""What the doctor is given, a dump or a log, and its reader: by what the file is, and by its name where that decides."""
+"""What the doctor is given, a dump or a log: by what the file is, and by its name where that decides."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 from mantissa.base.bounds import boundary, regular_file
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.json import ROW, parse_json, read_lines
-from mantissa.doctor.columns import parse_mapping
+from mantissa.doctor.columns import EITHER, OBVIOUS, Part, has_sides, parse_mapping
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.logs import Log, Role, is_log, newest, read_log, table
 from mantissa.doctor.readers import FRAMEWORKS, read_dump, whose_row
@@ -20,7 +21,10 @@ from mantissa.doctor.readers import FRAMEWORKS, read_dump, whose_row
 STDIN = Path("-")
 _LARGEST_INPUT = 1 << 30
 _ENDINGS = {b"\x80": ".pkl", b"PK\x03\x04": ".pt", b"PAR1": ".parquet", b"\x93NUMPY": ".npy"}
-_LOOKED_AT = 1 << 20  # bytes of a first line
+_LOOKED_AT = 1 << 20  # bytes of a beginning
+_COLUMN = re.compile(
+    rb'"(?:' + "|".join((*OBVIOUS[Part.LEARNER], *OBVIOUS[Part.ROLLOUT], *EITHER)).encode() + rb')"\s{0,99}:'
+)
 _FLAT = frozenset({"step", "global_step", "_step"})
 
 
@@ -54,18 +58,22 @@ def _log(path: Path, framework: str | None, names: dict[str, str]) -> bool:
     if path.suffix == ".csv":
         return not names and _csv_is_log(path)
     if path.suffix == ".json":
-        return not names
+        return not names and not _COLUMN.search(_head(path))
     if is_log(path):
         return True
     return path.suffix in (".jsonl", ".ndjson") and not names and _first(path) is Log
 
 
 def _csv_is_log(path: Path) -> bool:
-    from mantissa.doctor.columns import has_sides
-
-    with path.open("rb") as file:
-        header = file.readline(_LOOKED_AT).decode("utf-8", "replace")
+    header = _head(path).split(b"\n", 1)[0].decode("utf-8", "replace")
     return not has_sides([name.strip().strip('"') for name in header.split(",")])
+
+
+def _head(path: Path) -> bytes:
+    if not regular_file(path):
+        return b""
+    with path.open("rb") as file:
+        return file.read(_LOOKED_AT)
 
 
 def _first(path: Path) -> type | None:
@@ -78,7 +86,7 @@ def _first(path: Path) -> type | None:
                 return None
             if not isinstance(row, dict):
                 return None
-            if whose_row(row) is not None:
+            if whose_row(row) is not None or has_sides(row):
                 return Dump
             figures = sum(isinstance(value, int | float) for value in row.values())
             nested = isinstance(row.get("data", row.get("metrics")), dict)

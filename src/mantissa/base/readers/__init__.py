@@ -5,6 +5,7 @@
 | YAML | ``yaml`` | characters, brackets, values with every alias written out |
 | JSON, a document or rows | ``json`` | bytes, levels, values, digits; text that UTF-8 cannot hold |
 | pickles of tensors | ``pickles`` | names, bytes, operations, values with every reference written out |
+| NumPy's archives | ``npz`` | as zip's; numbers alone |
 | zip | ``zips`` | bytes, entries; no compression |
 | torch.save's files | ``torch_files`` | the same, and torch's own list of names |
 | tables of text | ``csv`` | bytes, columns, rows, cells |
@@ -30,6 +31,7 @@ def readers() -> dict[str, Callable[[Path], Any]]:
         csv,
         events,
         json,
+        npz,
         parquet,
         pickles,
         safetensors,
@@ -44,6 +46,7 @@ def readers() -> dict[str, Callable[[Path], Any]]:
         "yaml": yaml.read_yaml,
         "csv": lambda path: list(csv.read_csv(path)),
         "events": events.read_events,
+        "npz": npz.read_npz,
         "json": json.read_json,
         "json rows": lambda path: list(json.read_rows(path)),
         "pickles": pickles.load,
