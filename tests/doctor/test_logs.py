@@ -152,11 +152,11 @@ def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     pipe, log = mantissa("-", given=path.read_bytes()), log_of(path)
     assert pipe.returncode == 0, pipe.stderr
     assert pipe.stdout.decode().splitlines() == lines(log, examine_log(log))
-    monkeypatch.setattr(sys, "stdin", (tmp_path / "bad").open("w+b"))
-    sys.stdin.write(b'{"log_history": [1]}')  # type: ignore[arg-type]
-    sys.stdin.seek(0)
-    with pytest.raises(MantissaError, match="standard input, row 1: expected an object"), given(Path("-")) as file:
-        read_source(file)
+    (tmp_path / "bad").write_text('{"log_history": [1]}')
+    with (tmp_path / "bad").open() as bad:
+        monkeypatch.setattr(sys, "stdin", bad)
+        with pytest.raises(MantissaError, match="standard input, row 1: expected an object"), given(Path("-")) as file:
+            read_source(file)
     assert not file.exists()
 
 
