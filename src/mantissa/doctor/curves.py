@@ -8,7 +8,7 @@ mean difference of probabilities, k3, or mean exp|d| - 1), N steps; "log" is the
 *Growth*: the last quarter over the first, where ranks of x and step go together, and neither entropy nor length do.
 *One-sided*, a law: of samples from the rollout's own law E[exp(d)] = 1, so k1 = k3 (to second order), and |k1| is far
 below sqrt(2 k3). Where |k1| is near sqrt(2 k3), with one sign, d is nearly the same number everywhere.
-Noise is measured by medians of neighbouring differences, so that neither a jump nor a spike counts as noise.
+Noise is measured by medians, so that neither a jump nor a spike counts as noise; a jump's with how long it wanders.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ FEW = 12  # steps for a shape in time
 _MOST = 4000  # points of a curve; of more, medians of blocks
 _JUMP, _GROWTH = 2.0, 2.0  # times
 _SURE = 6.0  # standard errors of a jump: the best of N places is looked at
+_JUMP_SEEN, _GROWTH_SEEN = (0.95, 3.6), (1.1, 4.2)  # log of the change: at least, and for each unit of noise
 _SHARP = 0.6  # of a jump, between the three steps before it and the three from it on
-_BETTER = 0.6  # squares that two levels leave, of those that a line leaves
+_BETTER = 0.8  # squares that two levels leave, of those that a line leaves
 _TOGETHER = 0.7  # rank correlation of what grows together
 _NEIGHBOURS = 0.5  # rank correlation of what goes together from step to step
 _ONE_SIDED = 0.5  # |k1| over sqrt(2 k3): noise has sqrt(k3 / 2), below 0.1
@@ -149,7 +150,12 @@ def _excluded(found: Sequence[Finding], main: Role | None) -> tuple[str, ...]:
     """What a test would have shown, where it was made and found nothing."""
     names = dict.fromkeys(each.name for each in found)
     hit = {each.name for each in found if each.found or not each.tested}
-    return tuple(_words_of(name).absent for name in names if name not in hit and _words_of(name).absent)
+    last = {each.name: each for each in found}
+    return tuple(
+        _words_of(name).absent.format(**_near(last[name]))
+        for name in names
+        if name not in hit and _words_of(name).absent
+    )
 
 
 def _record(log: Log, main: Role | None) -> str:
@@ -167,7 +173,7 @@ def _words_of(name: str) -> Shown:
 
 def _near(finding: Finding) -> dict[str, Any]:
     rest = finding.rest if isinstance(finding.rest, dict) else {}
-    return {"step": finding.effect, "near": "", "what": ""} | rest
+    return {"step": finding.effect, "near": "", "what": "", "seen": ""} | rest
 
 
 def _title(finding: Finding) -> str:
@@ -289,7 +295,9 @@ def _jump(log: Log, curves: Mapping[Role, Curve]) -> list[Finding]:
     steps, y = main[1].steps, _levels(_sizes(*main))
     at, up = _place(y)
     if at == 0:
-        return [_finding("gap_jump", False, f"no step at which the size changes {_JUMP:g} times and stays so")]
+        seen = _seen(y, *_JUMP_SEEN)
+        said = f"no step at which the size changes for good; one of {seen:.2g} times would have been seen"
+        return [_finding("gap_jump", False, said, seen=f"{seen:.2g}")]
     step = float(steps[at])
     before, after = (float(np.median(each)) for each in (main[1].values[:at], main[1].values[at:]))
     said = f"{_NAMES[main[0]]} {before:.2g} before, {after:.2g} from step {step:g} on{_beside(log, curves, step)}"
@@ -298,6 +306,11 @@ def _jump(log: Log, curves: Mapping[Role, Curve]) -> list[Finding]:
         said += f"; {' and '.join(moved)} changes there too, as with other data"
     near = f"with {_place_name(log, curves, step)}: " if _place_name(log, curves, step) else ""
     return [_finding("gap_jump" if up and not moved else "gap_change", True, said, step, "step", near=near)]
+
+
+def _seen(y: np.ndarray, least: float, each: float) -> float:
+    """Times by which the size must change to be seen, nine times of ten, in noise such as this one's."""
+    return float(np.exp(min(max(least, each * _noise(y) * max(1.0, np.sqrt(100 / len(y)))), 20.0)))
 
 
 def _place(y: np.ndarray) -> tuple[int, bool]:
@@ -313,7 +326,7 @@ def _place(y: np.ndarray) -> tuple[int, bool]:
     steps = np.concatenate([y[:at] - np.median(y[:at]), y[at:] - np.median(y[at:])])
     line = np.arange(count, dtype=np.float64)
     trend = clipped - np.polyval(np.polyfit(line, clipped, 1), line)
-    error = _noise(y) * np.sqrt(1 / at + 1 / (count - at))
+    error = _wandering(steps) * np.sqrt(1 / at + 1 / (count - at))
     local = float(np.median(y[at : at + 3]) - np.median(y[at - 3 : at]))
     found = (
         abs(change) >= np.log(_JUMP)
@@ -322,6 +335,15 @@ def _place(y: np.ndarray) -> tuple[int, bool]:
         and float(np.mean(np.clip(steps, -3, 3) ** 2)) <= _BETTER * float(np.mean(trend**2))
     )
     return (at if found else 0), change > 0
+
+
+def _wandering(rest: np.ndarray) -> float:
+    """Standard deviation of what two levels leave, as that of as many steps that do not follow one another."""
+    clipped = np.clip(rest, -3, 3)
+    square = float(np.mean(clipped**2))
+    alike = float(np.mean(clipped[1:] * clipped[:-1])) / square if square > 0 else 0.0
+    alike = min(max(alike, 0.0), 0.95)
+    return max(1.4826 * float(np.median(np.abs(rest))), 0.02) * float(np.sqrt((1 + alike) / (1 - alike)))
 
 
 def _moves(curve: Curve | None, step: float) -> bool:
@@ -369,7 +391,9 @@ def _growth(log: Log, curves: Mapping[Role, Curve]) -> list[Finding]:
     (first, last), rank = _quarters(size), _together(main[1].steps, size)
     grown = last / first if first > 0 else (np.inf if last > 0 else 1.0)
     if grown < _GROWTH or rank < _TOGETHER:
-        return [_finding("gap_growth", False, f"{grown:.1f} times from the first quarter to the last", float(grown))]
+        seen = _seen(_levels(size), *_GROWTH_SEEN)
+        said = f"{grown:.1f} times from the first quarter to the last; {seen:.2g} times would have been seen"
+        return [_finding("gap_growth", False, said, float(grown), seen=f"{seen:.2g}")]
     said = f"{_NAMES[main[0]]} from {first:.2g} to {last:.2g}, rank correlation with the step {rank:.2f}"
     power = 2 if main[0] is Role.K3 else 1
     for role in _KNOWN_BY_OTHERS:
