@@ -48,8 +48,13 @@ def lines(log: Log, found: CurveDiagnosis) -> list[str]:
         *([(f"not known: {'; '.join(each.said for each in found.unknown)}", 3)] if found.unknown else []),
         (f"record next: {found.record}", 2),
     ]  # fmt: skip
-    said = [line for text, most in parts for line in _wrapped(text, most)]
-    return said if len(said) <= LINES else [*said[: LINES - 2], *_wrapped(parts[-1][0], 2)][:LINES]
+    said = [_wrapped(text, most) for text, most in parts]
+    for place in sorted(
+        range(2, len(parts) - 1), key=lambda place: -len(said[place])
+    ):  # the answer and the end stay whole
+        if sum(map(len, said)) > LINES:
+            said[place] = _wrapped(parts[place][0], 1)
+    return [line for each in said for line in each]
 
 
 def _measured(found: CurveDiagnosis) -> str:
