@@ -98,7 +98,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", ["--help", "--version", "metrics", "recipes", "doctor dump.jsonl", "check job.sh"])
+@pytest.mark.parametrize(
+    "command",
+    ["--help", "--version", "metrics", "recipes", "doctor dump.jsonl", "doctor a/metrics.jsonl", "check job.sh"],
+)
 def test_a_light_command_needs_no_more(command: str, folder: Path) -> None:
     done = run(*command.split(), cwd=folder)
     assert done.stdout, done.stderr

@@ -15,6 +15,8 @@ PARSING = {
     "yaml": {"yaml.load", "yaml.load_all", "yaml.safe_load", "yaml.safe_load_all", "yaml.full_load", "yaml.unsafe_load",
              "yaml.compose", "yaml.parse"},
     "pickle": {"pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "numpy.load", "np.load"},
+    "csv": {"csv.reader", "csv.DictReader", "DictReader"},
+    "npz": {"format.read_array", "np.fromfile", "numpy.fromfile"},
     "zip": {"zipfile.ZipFile", "ZipFile", "zipfile.is_zipfile", "tarfile.open"},
     "sqlite": {"sqlite3.connect"},
     "safetensors": {"safe_open", "load_file", "safetensors.safe_open", "torch.load_file"},

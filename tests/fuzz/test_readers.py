@@ -22,8 +22,11 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import save
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
 
 import mantissa.base.readers
+from curve_logs import record
 from hostile import attempt, sizes
 from mantissa.base.readers import readers
 from mantissa.model import byte_tokenizer
@@ -228,6 +231,30 @@ def sqlite_file(random: Random, path: Path) -> None:
     path.write_bytes(damaged(random, data))
 
 
+def csv_table(random: Random, path: Path) -> None:
+    names = [
+        random.choice(["Step", "loss", "a - b", "", "x" * 300, "=1+1", "é"]) for _ in range(random.randrange(1, 6))
+    ]
+    rows = [",".join(random.choice(["1", "nan", '"', '"a,b"', "", "9" * 400, "\0"]) for _ in names) for _ in range(9)]
+    path.write_bytes(damaged(random, "\n".join([",".join(names), *rows]).encode()))
+
+
+def event_file(random: Random, path: Path) -> None:
+    values = [Summary.Value(tag=random.choice(["a", "é", "x" * 2000]), simple_value=random.choice([0.0, 1e38, np.nan]))
+              for _ in range(random.randrange(4))]  # fmt: skip
+    events = [Event(step=random.choice([0, -1, 2**62]), summary=Summary(value=values)) for _ in range(5)]
+    data = b"".join(record(damaged(random, each.SerializeToString())) for each in events)
+    path.write_bytes(damaged(random, data))
+
+
+def npz_file(random: Random, path: Path) -> None:
+    kind = random.choice([np.float64, np.int8, np.float16, object])
+    write = random.choice([np.savez, np.savez, np.savez_compressed])
+    with path.open("wb") as file:
+        write(file, a=np.zeros(random.choice([0, 3, (2, 5)]), dtype=kind), b=np.arange(4))
+    path.write_bytes(damaged(random, path.read_bytes()))
+
+
 _STEPS = [
     {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}, {"type": "Prepend", "prepend": "aaaa"},
     {"type": "Replace", "pattern": {"Regex": "."}, "content": "x" * 50}, {"type": "ByteLevel"}, {"type": "NFKC"},
@@ -276,7 +303,7 @@ def tokenizer_folder(random: Random, path: Path) -> None:
 GENERATORS: dict[str, Generator] = {
     "json": json_document, "json rows": json_lines, "yaml": yaml_document, "pickles": pickle_file, "zips": zip_file,
     "torch files": pickle_file, "safetensors": safetensors_file, "parquet": parquet_file, "sqlite": sqlite_file,
-    "tokenizers": tokenizer_folder,
+    "tokenizers": tokenizer_folder, "csv": csv_table, "events": event_file, "npz": npz_file,
 }  # fmt: skip
 SLOW = {"tokenizers": 5, "parquet": 2, "sqlite": 2}  # to write or to read: so many times fewer inputs
 

@@ -17,30 +17,38 @@ if TYPE_CHECKING:
     from mantissa.doctor.diagnosis import Diagnosis
     from mantissa.doctor.dump import Dump
     from mantissa.doctor.layers import ByLayer
+    from mantissa.doctor.logs import Log
     from mantissa.runs.page import Block
 
 
 _From = Annotated[
     str | None,
-    typer.Option("--from", metavar="NAME", help="mantissa, nemo-rl, prime-rl, slime, miles, skyrl or plain.",
-                 show_default="found by looking"),
+    typer.Option("--from", metavar="NAME", help="mantissa, nemo-rl, prime-rl, slime, miles, skyrl or plain; of a log "
+                 "trl, verl and openrlhf too.", show_default="found by looking"),
 ]  # fmt: skip
 _Out = Annotated[
     Path | None,
     typer.Option(metavar="FOLDER", help="Write a page with pictures and the numbers there.", show_default="nothing is"),
 ]
+_Map = Annotated[
+    str,
+    typer.Option("--map", metavar="SIDE=NAME,...", help="Name columns: learner, rollout, tokens, ...; of a log "
+                 "gap_abs, ...",
+                 show_default="obvious names, and said"),
+]  # fmt: skip
 _MODEL = "Of the tokens: find causes by scoring them again. A run's own folder: its checkpoints."
 _OTHER = "Weights that one side may have had in place of these."
 _BY_LAYER = "Follow both sides, as found, through the layers."
 _EXPERTS = "The policy is a mixture of experts, where the dump does not say it."
 _ENGINE = "Ask a live server for the rollout's log-probs, with --model."
 
+_there = there("a run, a dump of log-probs, or a training log")
 _Source = Annotated[
     Path,
     typer.Argument(
-        metavar="RUN|DUMP",
-        help="A run's folder, or log-probs another framework saved.",
-        callback=there("a run, or a dump of log-probs"),
+        metavar="RUN|DUMP|LOG|-",
+        help="A run's folder, log-probs another framework saved, or a training log; - is standard input.",
+        callback=lambda path: path if str(path) == "-" else _there(path),
     ),
 ]
 
@@ -48,6 +56,7 @@ _Source = Annotated[
 def doctor(
     source: _Source,
     framework: _From = None,
+    columns: _Map = "",
     experts: Annotated[bool, typer.Option("--experts", help=_EXPERTS)] = False,
     out: _Out = None,
     model: Annotated[str | None, typer.Option(help=_MODEL)] = None,
@@ -62,6 +71,7 @@ def doctor(
 
     Reads runs of mantissa train, dumps of NeMo-RL, prime-rl, slime, miles and SkyRL, and the plain schema, jsonl or
     parquet: tokens, prompt_length, rollout_logp, learner_logp, optional mask, temperature and more (docs/doctor.md).
+    Of a training log (trainer_state.json, verl's, TensorBoard's, W&B's and MLflow's) it says what curves show.
     Exit code: 0 healthy, 1 a fault or too large, 2 unreadable.
 
     [bold]Examples[/]
@@ -72,22 +82,55 @@ def doctor(
 
     mantissa doctor dump.jsonl --from plain
 
+    mantissa doctor trainer_state.json
+
     mantissa doctor runs/demo --model runs/demo --by-layer
 
     mantissa doctor dump.jsonl --model FOLDER --engine http://127.0.0.1:8000
     """  # fmt: skip
+    from mantissa.doctor.dump import Dump
+    from mantissa.doctor.sources import given
+
+    with given(source) as path:
+        found = _read(path, framework, columns)
+        if isinstance(found, Dump):
+            dump = replace(found, settings=replace(found.settings, experts=True)) if experts else found
+            with_model = (model, other, engine, by_layer, sequences, device)
+            code = _diagnose(dump, with_model, framework, out, explain)
+        elif model is not None or experts:
+            raise MantissaError(f"{source}: a log holds no tokens: leave --model and --experts out, or give a dump")
+        else:
+            code = _diagnose_log(found, out, explain)
+    raise typer.Exit(code)
+
+
+def _read(path: Path, framework: str | None, columns: str) -> Dump | Log:
+    """What is in the file, read in a process of its own while this one imports the rest."""
     from mantissa.doctor.isolated import Reading
 
-    reading = Reading(source, framework)  # in a process of its own, while this one imports the rest
+    reading = Reading(path, framework, columns, reader="mantissa.doctor.sources:read_source")
     import scipy.special  # noqa: F401
 
+    import mantissa.doctor.examine  # noqa: F401
+
+    found = reading.read(progress)
+    progress("")
+    return found
+
+
+def _diagnose(
+    dump: Dump,
+    with_model: tuple[str | None, str | None, str | None, bool, int, str],
+    framework: str | None,
+    out: Path | None,
+    explain: bool,
+) -> int:
+    """Say what log-probs show; returns the exit code."""
     from mantissa.doctor.diagnosis import Verdict
     from mantissa.doctor.examine import examine
 
-    dump, further = reading.dump(progress), list["Block"]()
-    if experts:
-        dump = replace(dump, settings=replace(dump.settings, experts=True))
-    progress("")
+    model, other, engine, by_layer, sequences, device = with_model
+    further = list["Block"]()
     for name, given in (("--engine", engine), ("--other", other), ("--by-layer", by_layer)):
         if given and model is None:
             raise MantissaError(f"{name} needs the model that the tokens are of: give --model too")
@@ -95,13 +138,30 @@ def doctor(
         diagnosis = examine(dump)
         _show(dump, diagnosis, framework, explain)
     else:
-        with_model = (model, other, engine, by_layer, sequences, device)
-        dump, diagnosis, further = _with_model(dump, *with_model, framework, explain)
+        scored = (model, other, engine, by_layer, sequences, device)
+        dump, diagnosis, further = _with_model(dump, *scored, framework, explain)
     if out is not None:
         from mantissa.doctor.page import write_page
 
         typer.echo(f"page: {write_page(dump, diagnosis, out, further)}")
-    raise typer.Exit(0 if diagnosis.verdict in (Verdict.HEALTHY, Verdict.UNKNOWN) else 1)
+    return 0 if diagnosis.verdict in (Verdict.HEALTHY, Verdict.UNKNOWN) else 1
+
+
+def _diagnose_log(log: Log, out: Path | None, explain: bool) -> int:
+    """Say what curves show; returns the exit code."""
+    from mantissa.doctor.curve_page import lines, write_log_page
+    from mantissa.doctor.curves import examine_log
+    from mantissa.doctor.diagnosis import Verdict
+
+    diagnosis = examine_log(log)
+    console = screen(100)
+    for number, line in enumerate(lines(log, diagnosis)):
+        console.print(line, style="bold" if number == 0 else "", soft_wrap=True)
+    if explain:
+        _show_tests(diagnosis)
+    if out is not None:
+        typer.echo(f"page: {write_log_page(log, diagnosis, out)}")
+    return 0 if diagnosis.verdict in (Verdict.HEALTHY, Verdict.UNKNOWN) else 1
 
 
 def _with_model(

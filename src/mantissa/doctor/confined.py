@@ -6,7 +6,8 @@ space beyond what its imports took; Landlock, where the kernel has it: no file m
 filter (x86_64 and aarch64): no socket, no new process, no look into another. It may read files, since a dump is a
 folder and libraries load parts of themselves late; what it read cannot leave but through its pipe.
 
-On stdout, one message: a line of JSON, then the arrays of ``ARRAYS`` as raw bytes. ``{"error": TEXT}`` where the reader
+On stdout, one message: a line of JSON, then the arrays of ``ARRAYS`` as raw bytes; of a log, each curve's steps and
+values (float64). ``{"error": TEXT}`` where the reader
 raised ``MantissaError``, ``{"memory": true}`` where it ran out of it.
 """
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from mantissa.doctor.dump import Dump
+    from mantissa.doctor.logs import Log
 
 # In this order; S sequences, T their tokens, R their response positions, K the kept ids, each of all sequences. A
 # version or group is preceded by whether there is one; ``flips`` and ``keeps``: whether a sequence has ``flipped`` and
@@ -48,17 +50,17 @@ _WHY = "expected whole numbers of at most 63 bits; write the file again"
 
 
 def main() -> None:
-    """Read what the arguments say: reader, path, framework or "", and the limits as JSON."""
-    reader, path, framework, limits = sys.argv[1:5]
+    """Read what the arguments say: reader, path, framework or "", the limits as JSON, and more of the reader's."""
+    reader, path, framework, limits, *more = sys.argv[1:]
     gc.disable()  # rows make no circles, and looking for some takes a tenth of the time
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
     try:
         read = _reader(reader, Path(path))
         confine(**parse_json(limits))
-        dump = read(Path(path), framework or None)
+        found = read(Path(path), framework or None, *more)
         with boundary(path, _WHY):
-            counts, arrays = packed(dump)
+            header, arrays = _message(found)
     except MantissaError as error:
         _say(out, {"memory": True} if _ran_out(error) else {"error": str(error)[:LONGEST_TEXT]})
     except MemoryError:
@@ -68,19 +70,29 @@ def main() -> None:
             raise
         _say(out, {"error": f"{path}: {refusal}"})
     else:
-        found = {"framework": dump.framework, "settings": asdict(dump.settings), "run": dump.run is not None,
-                 "notes": list(dump.notes), "counts": counts}  # fmt: skip
-        _say(out, found, arrays)
+        _say(out, header, arrays)
 
 
-def _reader(named: str, path: Path) -> Callable[[Path, str | None], Dump]:
+def _message(found: Dump | Log) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """What was read, as a header and arrays."""
+    from mantissa.doctor.dump import Dump
+
+    if not isinstance(found, Dump):
+        return packed_log(found)
+    counts, arrays = packed(found)
+    header = {"framework": found.framework, "settings": asdict(found.settings), "run": found.run is not None,
+              "notes": list(found.notes), "counts": counts}  # fmt: skip
+    return header, arrays
+
+
+def _reader(named: str, path: Path) -> Callable[..., Dump | Log]:
     """The function MODULE:NAME; what it will import late is imported now, while nothing is limited."""
     module, _, name = named.partition(":")
     if (path / "config.yaml").is_file():
         import mantissa.model.tokenizer  # noqa: F401 - its torch alone takes a gigabyte of address space
     if path.suffix == ".parquet" or (path.is_dir() and any(path.rglob("*.parquet"))):
         import pyarrow.parquet  # noqa: F401
-    read: Callable[[Path, str | None], Dump] = getattr(importlib.import_module(module), name)
+    read: Callable[..., Dump | Log] = getattr(importlib.import_module(module), name)
     return read
 
 
@@ -148,3 +160,14 @@ def _joined(parts: list[np.ndarray]) -> Any:
     import numpy as np
 
     return np.concatenate(parts) if parts else []
+
+
+def packed_log(log: Log) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """A log's header, and steps and values of each of its curves."""
+    import numpy as np
+
+    curves = [[str(role), each.name, len(each.steps)] for role, each in log.curves.items()]
+    header = {"log": log.program, "curves": curves, "resumes": list(log.resumes),
+              "evaluations": list(log.evaluations), "notes": list(log.notes)}  # fmt: skip
+    arrays = [part for each in log.curves.values() for part in (each.steps, each.values)]
+    return header, [np.ascontiguousarray(part, dtype="<f8") for part in arrays]

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from mantissa.doctor.dump import Dump, Scored
+    from mantissa.doctor.logs import Log
 
 # A pickle of the largest size that is read takes 6 GB on the way; four million tokens of jsonl take minutes on a slow
 # machine, and a file over a network longer than its CPU seconds.
@@ -45,14 +46,14 @@ _CODE = "import sys; sys.path[:] = {path!r}; from mantissa.doctor.confined impor
 
 
 class Reading:
-    """A process at work on ``path``. Call ``dump`` once; it ends the process however it returns.
+    """A process at work on ``path``. Call ``dump`` or ``read`` once; it ends the process however it returns.
 
-    ``reader``: MODULE:NAME of what is called with path and framework.
+    ``reader``: MODULE:NAME of what is called with path, framework and the ``more`` texts.
     """
 
     def __init__(
-        self, path: Path, framework: str | None = None, *, reader: str = "mantissa.doctor.readers:read_dump",
-        limits: Limits = LIMITS,
+        self, path: Path, framework: str | None = None, *more: str,
+        reader: str = "mantissa.doctor.readers:read_dump", limits: Limits = LIMITS,
     ) -> None:  # fmt: skip
         free = available_memory()
         self._memory = limits.memory_bytes if free is None else min(limits.memory_bytes, free)
@@ -62,14 +63,23 @@ class Reading:
         code = _CODE.format(path=places)
         # One thread: each takes an address space of its own, and a reader has no use for more.
         one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "ARROW_IO_THREADS"), "1")
-        more = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
-        command = [sys.executable, "-I", "-S", "-c", code, reader, str(path), framework or "", inner]
+        quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
+        command = [sys.executable, "-I", "-S", "-c", code, reader, str(path), framework or "", inner, *more]
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
-            env=one | more,
+            env=one | quiet,
         )  # fmt: skip
 
     def dump(self, tick: Callable[[str], None] = lambda line: None) -> Dump:
+        """The dump that was read; raises as ``read`` does."""
+        from mantissa.doctor.dump import Dump
+
+        found = self.read(tick)
+        if not isinstance(found, Dump):
+            raise self._garbage("a log where a dump was asked for")
+        return found
+
+    def read(self, tick: Callable[[str], None] = lambda line: None) -> Dump | Log:
         """What was read; ``MantissaError`` with the reader's own words, or with how its process ended. ``tick`` is told
         twice a second how far it is."""
         self._tick = tick
@@ -79,7 +89,7 @@ class Reading:
                 raise MantissaError(f"{self._path}: its reader used more than {_bytes(self._memory)}; {_ADVICE}")
             if header.keys() == {"error"} and isinstance(header["error"], str):
                 raise MantissaError(_printable(header["error"]))
-            return self._unpacked(header)
+            return self._unpacked_log(header) if "log" in header else self._unpacked(header)
         finally:
             self._process.kill()
             self._process.wait()
@@ -163,6 +173,33 @@ class Reading:
             raise self._garbage("arrays that do not fit one another")
         run = self._path if header.get("run") is True else None
         return Dump(str(framework), self._path, sequences, how, run, tuple(map(_printable, notes)))
+
+    def _unpacked_log(self, header: dict[str, Any]) -> Log:
+        """A log, its program and roles of the table, its curves by step."""
+        import numpy as np
+
+        from mantissa.doctor.logs import Curve, Log, Role, table
+
+        whose, curves, notes = (header.get(name) for name in ("log", "curves", "notes"))
+        places = [header.get(name) for name in ("resumes", "evaluations")]
+        good = whose in table().programs and isinstance(curves, list) and 0 < len(curves) <= len(Role)
+        good = good and isinstance(notes, list) and all(isinstance(note, str) for note in notes)
+        good = good and all(isinstance(each, list) and all(number(x, -(2**63), 2**63) for x in each) for each in places)
+        if not good or not isinstance(curves, list) or not isinstance(notes, list):
+            raise self._garbage("an answer of other fields than a log's")
+        found: dict[Role, Curve] = {}
+        for each in curves:
+            if not (isinstance(each, list) and len(each) == 3 and each[0] in set(Role) and isinstance(each[1], str)):
+                raise self._garbage("a curve that has no role")
+            if not number(each[2], 1, self._limits.output_bytes // 16, whole=True):
+                raise self._garbage("curves of impossible sizes")
+            require_memory(16 * each[2], str(self._path), "give a part of it")
+            steps, values = (np.frombuffer(self._bytes(8 * each[2]), dtype="<f8") for _ in range(2))
+            if not np.isfinite(steps).all() or (np.diff(steps) <= 0).any():
+                raise self._garbage("a curve whose steps do not rise")
+            found[Role(each[0])] = Curve(_printable(each[1]), steps, values)
+        resumes, evaluations = (tuple(map(float, each or ())) for each in places)
+        return Log(str(whose), self._path, found, resumes, evaluations, tuple(map(_printable, notes)))
 
     def _arrays(self, counts: Any) -> dict[str, np.ndarray]:
         import numpy as np

@@ -26,7 +26,7 @@ from mantissa.runs.page import Banner, Block, Heading, KeyNumbers, Plots, Senten
 from mantissa.runs.plots import BLUE, GREEN, MUTED, ORANGE, PINK, Plot, agreement, figure, to_svg
 
 PAGE, ROW = "doctor.html", "doctor.json"
-_LEVELS: dict[Verdict, Health] = {
+LEVELS: dict[Verdict, Health] = {
     Verdict.HEALTHY: "healthy",
     Verdict.LARGE: "watch",
     Verdict.FAULT: "unhealthy",
@@ -78,7 +78,7 @@ def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens, with_model: Sequen
         Heading(f"Doctor: {dump.path.name}", 1),
         Sentence(f"{f['tokens']:,} tokens of {f['sequences']:,} sequences, written by {dump.framework}. d = log-prob "
                  "of the learner - log-prob of the rollout; u = d / (1 - p), of the size of the logits' error.", "sub"),
-        Banner(diagnosis.headline, lines, _LEVELS[diagnosis.verdict]),
+        Banner(diagnosis.headline, lines, LEVELS[diagnosis.verdict]),
         KeyNumbers([
             ("root mean square of d", f"{f['d_rms']:.2g}", "nats"),
             ("size of u", f"{f['u_rms']:.2g}", f"up to {usual(dump.settings).bound:.2g} is usual in these formats"),

@@ -19,7 +19,7 @@ error says how to have them written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,12 @@ import numpy as np
 from mantissa.base.bounds import LARGEST_FLOAT, boundary, number, regular_file
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers import pickles
-from mantissa.base.readers.json import ROW, read_rows
+from mantissa.base.readers.csv import read_csv
+from mantissa.base.readers.json import ROW, read_json, read_rows
 from mantissa.base.readers.limits import Limits
+from mantissa.base.readers.npz import read_npz
 from mantissa.base.readers.parquet import open_parquet
+from mantissa.doctor import columns
 from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.runs import read_run
 
@@ -70,8 +73,9 @@ _NO_LOGPS = {
 }
 
 
-def read_dump(path: Path, framework: str | None = None) -> Dump:
-    """Read a run, a file or a folder of files. ``framework``: whose it must be; None is found by looking.
+def read_dump(path: Path, framework: str | None = None, names: Mapping[str, str] | None = None) -> Dump:
+    """Read a run, a file or a folder of files. ``framework``: whose it must be; None is found by looking. ``names``:
+    of the sides' columns, in a file that is nobody's that is known (columns.py).
 
     Raises ``MantissaError`` for what is damaged, holds one side only, or is nobody's that is known.
     """
@@ -83,18 +87,19 @@ def read_dump(path: Path, framework: str | None = None) -> Dump:
         if (path / "config.yaml").is_file() and (path / "rollouts").is_dir() and framework in (None, "mantissa"):
             dump = read_run(path, MOST_TOKENS)
         else:
-            dump = _read_files(path, framework)
+            dump = _read_files(path, framework, names or {})
     both = (np.isfinite(each.rollout_logp) & np.isfinite(each.learner_logp) & each.mask for each in dump.sequences)
     if not any(each.any() for each in both):
         raise MantissaError(f"{path}: no response token has log-probs of both sides; nothing to compare")
     return dump
 
 
-def _read_files(path: Path, framework: str | None) -> Dump:
+def _read_files(path: Path, framework: str | None, names: Mapping[str, str]) -> Dump:
     files, sequences, found, settings, tokens = _files(path), [], None, Settings(), 0
     notes: list[str] = []
     for number_, file in enumerate(files):
-        whose, part, how = _read_file(file, framework)
+        whose, part, how, *said = _read_file(file, framework, names)
+        notes += [note for note in said if note not in notes]
         if found is not None and whose != found:
             raise MantissaError(f"{path} holds files of {found} and of {whose}; give one of them")
         settings = how if found is None else _agreed(settings, how)
@@ -126,11 +131,20 @@ def _numbers(name: str) -> list[str]:
     return "".join(letter if letter.isascii() and letter.isdigit() else " " for letter in name).split()
 
 
-def _read_file(path: Path, framework: str | None) -> tuple[str, list[Scored], Settings]:
+_Read = tuple[str, list[Scored], Settings] | tuple[str, list[Scored], Settings, str]  # and which columns were taken
+
+
+def _read_file(path: Path, framework: str | None, names: Mapping[str, str]) -> _Read:
     if path.suffix in (".pt", ".pkl"):
-        return _read_pickle(path, framework)
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise MantissaError(f"{path}: unknown ending {path.suffix!r}; expected .jsonl, .parquet, .pt or .pkl")
+        return _read_pickle(path, framework, names)
+    if path.suffix == ".npz":
+        return _by_columns(path, *columns.table_rows(path, read_npz(path), names))
+    if path.suffix not in (".jsonl", ".parquet", ".csv", ".json"):
+        raise MantissaError(
+            f"{path}: unknown ending {path.suffix!r}; expected .jsonl, .parquet, .npz, .csv, .pt or .pkl"
+        )
+    if names or path.suffix in (".csv", ".json") or (framework is None and _is_nobodys(path)):
+        return _by_columns(path, *columns.plain_rows(path, _all_rows(path, names), names))
     rows = read_rows(path, _LINE) if path.suffix == ".jsonl" else _parquet_rows(path)
     whose, settings, sequences, tokens, writer = framework, None, [], 0, None
     before: tuple[Any, ...] = ()  # what the row before said of settings
@@ -160,23 +174,61 @@ def _read_file(path: Path, framework: str | None) -> tuple[str, list[Scored], Se
     return writer if writer in FRAMEWORKS else whose, sequences, checked(path, settings or Settings())
 
 
+def _is_nobodys(path: Path) -> bool:
+    """Whether the first row has no program's fields and has columns of log-probs."""
+    with boundary(path, "write the file again"):
+        first = next(iter(_all_rows(path, {})), None)
+    return isinstance(first, Mapping) and whose_row(first) is None and columns.has_sides(map(str, first))
+
+
+def _all_rows(path: Path, names: Mapping[str, str]) -> Iterator[Any]:
+    if path.suffix == ".parquet":
+        return _parquet_rows(path, names.values())
+    if path.suffix == ".csv":
+        return iter(read_csv(path))
+    if path.suffix == ".json":
+        value = read_json(path)
+        return iter(value if isinstance(value, list) else [value])
+    return read_rows(path, _LINE)
+
+
+def _by_columns(path: Path, said: str, rows: Iterator[Row]) -> tuple[str, list[Scored], Settings, str]:
+    """Rows that columns.py has put into the plain schema."""
+    found, tokens = list[Scored](), 0
+    for place, row in enumerate(rows, start=1):
+        where = f"{path}, row {place}"
+        with boundary(where, "leave it out, or write the file again"):
+            found.append(_plain(where, row))
+        tokens += len(found[-1].rollout_logp)
+        if tokens > MOST_TOKENS:
+            break
+    if not found:
+        raise MantissaError(f"{path}: no row with a response; expected a row a sequence")
+    return "plain", found, Settings(), said
+
+
 _HINT = "--from says whose it is where that was not found by itself"
 
 
+def whose_row(row: Row) -> str | None:
+    """Whose row it is by its fields, None where nobody's that is known has them."""
+    return next((whose for whose, needed in _KNOWN.items() if needed <= row.keys()), None)
+
+
 def _whose(where: str, row: Row) -> str:
-    for whose, needed in _KNOWN.items():
-        if needed <= row.keys():
-            return whose
+    if (whose := whose_row(row)) is not None:
+        return whose
     raise MantissaError(
         f"{where}: nobody's fields that are known ({', '.join(sorted(map(str, row))[:12])}); expected those of "
         f"{', '.join(FRAMEWORKS[1:6])}, or of plain: tokens, prompt_length, rollout_logp, learner_logp"
     )
 
 
-def _parquet_rows(path: Path) -> Iterator[Any]:
+def _parquet_rows(path: Path, more: Iterable[str] = ()) -> Iterator[Any]:
     known = {"tokens", "prompt_length", "rollout_logp", "learner_logp", "mask", "group", "rollout_version",
              "learner_version", "policy_version", "finish_reason", "advantage", "completion", "step", "prompt",
-             "framework", "kept", *_SETTINGS, *_EXPERTS}  # fmt: skip
+             "framework", "kept", *_SETTINGS, *_EXPERTS, *more, *columns.EITHER,
+             *(name for obvious in columns.OBVIOUS.values() for name in obvious)}  # fmt: skip
     with open_parquet(path, f"{path}: not a whole parquet file", _TABLE) as table:
         yield from table.rows([name for name in table.columns if name in known])
 
@@ -354,23 +406,34 @@ _READERS = {"plain": _plain, "nemo-rl": _nemo, "prime-rl": _prime, "mantissa": _
 
 # pickles
 
+_DATA_PROTO = (
+    "a DataProto of verl, a class of its own that is not made here; save its tensors: "
+    "torch.save(dict(data.batch.items()), FILE)"
+)
 
-def _read_pickle(path: Path, framework: str | None) -> tuple[str, list[Scored], Settings]:
+
+def _read_pickle(path: Path, framework: str | None, names: Mapping[str, str]) -> _Read:
     try:
         data = pickles.load(path)
     except MantissaError as error:
         if "roll.distributed.scheduler.protocol" in str(error):
             raise MantissaError(f"{path}: {_NO_LOGPS['roll']}") from None
+        if any(name in str(error) for name in ("verl.protocol", "tensordict")):
+            raise MantissaError(f"{path}: {_DATA_PROTO}") from None
         raise
     with boundary(path, "expected slime's or miles' train_data, or SkyRL's dumped_data"):
         if not isinstance(data, dict):
             raise MantissaError(f"{path} holds a {type(data).__name__}; expected slime's or SkyRL's dictionary")
+        if names:
+            return _by_columns(path, *columns.table_rows(path, data, names))
         if {"sequences", "response_mask"} <= data.keys() and framework in (None, "skyrl"):
             return "skyrl", _skyrl(path, data), Settings()
         if {"rollout_data", "cp_size"} <= data.keys() and framework in (None, "miles"):
             return "miles", _miles(path, data), Settings()
         if ({"samples"} <= data.keys() or "rollout_data" in data) and framework in (None, "slime"):
             return "slime", _slime(path, data), Settings()
+        if framework in (None, "plain") and columns.has_sides(map(str, data)):
+            return _by_columns(path, *columns.table_rows(path, data, names))
     fields_ = ", ".join(sorted(map(str, data))[:12])
     raise MantissaError(
         f"{path}: fields {fields_}; expected slime's samples, miles' rollout_data or SkyRL's sequences"

@@ -5,8 +5,11 @@
 | YAML | ``yaml`` | characters, brackets, values with every alias written out |
 | JSON, a document or rows | ``json`` | bytes, levels, values, digits; text that UTF-8 cannot hold |
 | pickles of tensors | ``pickles`` | names, bytes, operations, values with every reference written out |
+| NumPy's archives | ``npz`` | as zip's; numbers alone |
 | zip | ``zips`` | bytes, entries; no compression |
 | torch.save's files | ``torch_files`` | the same, and torch's own list of names |
+| tables of text | ``csv`` | bytes, columns, rows, cells |
+| event files of TensorBoard | ``events`` | bytes of a file and of a record, scalars |
 | safetensors | ``safetensors`` | bytes of the header, tensors |
 | parquet | ``parquet`` | rows, values, bytes as they are unpacked |
 | SQLite | ``sqlite`` | processor seconds of a statement, bytes of a value; no views, triggers, virtual tables |
@@ -24,10 +27,26 @@ from typing import Any
 
 def readers() -> dict[str, Callable[[Path], Any]]:
     """Each reader by its format: it takes a file, or a model's folder, and gives what it holds or one MantissaError."""
-    from mantissa.base.readers import json, parquet, pickles, safetensors, sqlite, tokenizers, torch_files, yaml, zips
+    from mantissa.base.readers import (
+        csv,
+        events,
+        json,
+        npz,
+        parquet,
+        pickles,
+        safetensors,
+        sqlite,
+        tokenizers,
+        torch_files,
+        yaml,
+        zips,
+    )
 
     return {
         "yaml": yaml.read_yaml,
+        "csv": lambda path: list(csv.read_csv(path)),
+        "events": events.read_events,
+        "npz": npz.read_npz,
         "json": json.read_json,
         "json rows": lambda path: list(json.read_rows(path)),
         "pickles": pickles.load,
