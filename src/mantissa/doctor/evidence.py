@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from mantissa.doctor.diagnosis import Finding
+from mantissa.doctor.diagnosis import Cut, Finding
 from mantissa.doctor.dump import Dump
-from mantissa.doctor.fillers import Filled, cleared, filled
+from mantissa.doctor.fillers import Filled, cleared, cuts, filled
 from mantissa.doctor.sample import (
     SIDES,
     Array,
@@ -40,8 +40,8 @@ class Evidence:
     """``dump``: without its fillers. ``usual``: the largest size of u of a healthy gap in its formats.
 
     ``all``: every compared position; ``there``: bool [2, all], where the rollout and the learner have a number that
-    is no filler; ``filled``: the fillers; ``zeros``: bool [all], where one side has a 0 that is no probability;
-    ``clean``: those that both sides scored.
+    is no filler; ``filled``: the fillers; ``cuts``: bounds at which one side's end; ``zeros``: bool [all], where one
+    side has a 0 that is no probability; ``clean``: those that both sides scored, and no bound cut.
     """
 
     dump: Dump
@@ -49,6 +49,7 @@ class Evidence:
     all: Tokens
     there: Array
     filled: Filled
+    cuts: tuple[Cut, ...]
     zeros: Array
     clean: Tokens
     shared: dict[str, Any] = field(init=False, default_factory=dict)  # what one test found and another needs
@@ -56,7 +57,8 @@ class Evidence:
     @staticmethod
     def of(dump: Dump, usual: float) -> Evidence:
         found, x_there, y_there = tokens_of(dump)
-        fillers = filled(dump, found)
+        ends, at_end = cuts(found)
+        fillers = filled(dump, found, at_end)
         x_there, y_there = x_there & ~fillers.where[0], y_there & ~fillers.where[1]
         x, y = np.where(x_there, found.x, 0.0), np.where(y_there, found.y, 0.0)
         # A law cut by top-p may be sure where the whole one is not, and by top-p of 0.37 at the least. Where one side
@@ -66,9 +68,9 @@ class Evidence:
             if ((one == 0) & (other < SURE_ZERO[0])).any():
                 zero |= (one == 0) & (other < SURE_ZERO[1])
         zero &= x_there & y_there
-        clean = found.where(x_there & y_there & ~zero)
+        clean = found.where(x_there & y_there & ~zero & ~at_end.any(0))
         dump = cleared(dump, found, fillers)
-        return Evidence(dump, usual, found, np.stack([x_there, y_there]), fillers, zero, clean)
+        return Evidence(dump, usual, found, np.stack([x_there, y_there]), fillers, ends, zero, clean)
 
     @property
     def one_sided(self) -> Array:

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mantissa.doctor import changes, locations, populations, rules, shape, values
+from mantissa.doctor import changes, fields, locations, populations, rules, shape, values
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence, Test, untested
 from mantissa.doctor.facts import part
@@ -23,9 +23,12 @@ from mantissa.doctor.thresholds import AS_MUCH, ENOUGH, FAR, FEWEST, LEVEL, LITT
 
 SIGNATURES: dict[str, Test] = {
     "not_logprobs": values.not_logprobs,
+    "repeated": fields.repeated,
+    "summed": fields.summed,
     "unnormalised": values.unnormalised,
     "nonfinite": values.nonfinite,
     "cut_off": values.cut_off,
+    "clamped": fields.clamped,
     "unscored": values.unscored,
     "units": values.units,
     "shift": values.shift,
@@ -87,7 +90,9 @@ def causes(evidence: Evidence, every: Sequence[Finding]) -> list[Finding]:
 
     Two that explain enough together are two faults where neither would be enough alone.
     """
-    exact = [each for each in every if each.found and each.exact]
+    exact = _exact(every)
+    if alone := [each for each in exact if part(each.name).alone]:
+        return alone[:1]
     first = cause_of(every) or cause_of(every, LITTLE)
     if not exact and (first is None or first.name == "nondeterministic"):
         both = _law_and_place(evidence)
@@ -95,12 +100,16 @@ def causes(evidence: Evidence, every: Sequence[Finding]) -> list[Finding]:
             return both
     if first is None or first.rest is None or first.exact:
         return (exact or ([first] if first else []))[:2]
-    if any(each.name == "not_logprobs" for each in exact):
-        return exact[:1]
     second, share = _second(evidence, first)
     found = [*exact, first, *([second] if second is not None else [])]
     enough = cause_of(every) is not None or first.share + share >= TOGETHER
     return found[:2] if enough else exact
+
+
+def _exact(every: Sequence[Finding]) -> list[Finding]:
+    """What no noise can do, where nothing that explains the gap says why it is there."""
+    enough = {each.name for each in every if each.found and not each.exact and each.share >= ENOUGH}
+    return [each for each in every if each.found and each.exact and not enough.intersection(part(each.name).unless)]
 
 
 def _second(evidence: Evidence, first: Finding) -> tuple[Finding | None, float]:
@@ -150,7 +159,7 @@ def cause_of(every: Sequence[Finding], least: float = ENOUGH) -> Finding | None:
     Places explain enough with less where the whole is of a healthy size and they are not.
     """
     large = any(each.found for each in every if each.name == "too_large")
-    exact = [each for each in every if each.found and each.exact]
+    exact = _exact(every)
     named = [each for each in every if each.found and part(each.name).of not in ("shape", "size") and not each.exact]
     enough = {each.name for each in named if each.share >= least}
     named = [each for each in named if not enough.intersection(part(each.name).unless)]

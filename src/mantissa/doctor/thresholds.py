@@ -36,7 +36,7 @@ PARTLY = 0.2  # enough where the whole is of a healthy size, and a part of it is
 AS_MUCH = 0.1  # of sum d^2: shares that are so near are alike
 LITTLE = 0.25  # of sum d^2: the first of two faults may explain so little
 TOGETHER = 0.65  # and both together so much
-SECOND = 0.02  # of sum d^2, that a second fault must hold at least
+SECOND = 0.1  # of sum d^2, that a second fault must hold at least
 WORTH = 0.001  # of sum d^2: beside a fault, a habit that explains less is no news
 CURVE = 0.6  # of sum d^2 on a curve in the log-prob: a law is in it, and a shape may be the law's
 ALIKE = 0.1  # correlation of u over the same token: other weights have as much or more
@@ -66,6 +66,12 @@ RARE = -9.0  # nats: from here on a value that is repeated is looked at
 REPEATED = 8  # times, above ``DRAWN``
 NOT_SCORED = (1.0, 0.9)  # nats: a side that scored the token is so far from a filler, at so many of its tokens
 LONELY = 3  # times as many as of any value beside it: the values of a coarse grid have neighbours
+
+# a bound in place of a log-prob (fillers.cuts)
+CUT_TOKENS = 3  # at which it stands, at least
+CUT_APART = 0.3  # nats: so far beyond it the other side is clearly beyond
+CUT_ALL = 0.9  # of the tokens where the other side is clearly beyond
+CUT_MOST = 0.5  # of the tokens at which it stands
 
 # with the model (substitution.py, consult.py)
 LEAST = 0.01  # of sum d^2, below which a cause is not worth a name

@@ -29,19 +29,24 @@ _ROWS, _ROW = 600, 24  # sequences that are compared with one another, and token
 
 
 def not_logprobs(e: Evidence, tests: int) -> Finding:
-    """Log-probs above 0: logits, probabilities, or losses with their sign turned."""
-    share = [float((np.nan_to_num(side, nan=-1.0) > ABOVE_ZERO).mean()) for side in (e.all.x, e.all.y)]
-    side = SIDES[int(np.argmax(share))]
-    said = f"{max(share):.1%} of the {side}'s log-probs are above 0"
-    above = e.all.y if side == SIDES[1] else e.all.x
-    value, count = np.unique(above[above > ABOVE_ZERO], return_counts=True)
+    """Log-probs above 0: logits, probabilities, or losses with their sign turned. Half of one side's, or some by more
+    than a log-sum-exp in a half makes of a certain token."""
+    b = of("not_logprobs")
+    sides = [np.nan_to_num(side, nan=-1.0) for side in (e.all.x, e.all.y)]
+    share = [float((side > ABOVE_ZERO).mean()) for side in sides]
+    which = int(np.argmax(share))
+    own = sides[which]
+    large = own > b.above
+    there = share[which] > b.most or (large.mean() > b.some and large.sum() >= b.fewest)
+    said = f"{share[which]:.2%} of the {SIDES[which]}'s log-probs are above 0, by up to {max(0.0, own.max(initial=0)):.2g}"
+    value, count = np.unique(own[own > ABOVE_ZERO], return_counts=True)
     if len(value) and count.max() >= 10 and count.max() > count.sum() / 2:
         said += f", {count.max():,} of them {value[count.argmax()]:g} to the bit"
-    return Finding("not_logprobs", True, 0.0 if max(share) > 0 else 1.0, max(share), "of tokens", 0.0, said, exact=True)
+    return Finding("not_logprobs", True, 0.0 if there else 1.0, share[which], "of tokens", 0.0, said, exact=True)
 
 
 def nonfinite(e: Evidence, tests: int) -> Finding:
-    """No number on one side, alone or to the sequence's end: in a causal model a NaN goes on into all that follows."""
+    """No number on one side to the sequence's end: in a causal model a NaN goes on into all that follows."""
     one = (e.there[0] != e.there[1]) & ~_cut_away(e) & ~e.filled.where.any(0)
     like, _ = _runs(e, one)
     share = float((one & like).mean())
@@ -53,17 +58,33 @@ def nonfinite(e: Evidence, tests: int) -> Finding:
 def _runs(e: Evidence, missing: Array) -> tuple[Array, Array]:
     """bool [all] twice: of missing numbers, those that an overflow can have left out, and those at last tokens alone.
 
-    What is missing for two tokens or more and is there again after them was left out on purpose.
+    What is there again after some tokens was left out on purpose, and so was what is missing at one place in every
+    sequence (the first token, all from the fortieth on).
     """
     overflow, last = np.zeros(len(missing), dtype=bool), np.zeros(len(missing), dtype=bool)
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], missing.astype(int), [0]])))
-    for begin, end in zip(edges[::2], edges[1::2], strict=True):
-        ends = np.flatnonzero(e.all.left[begin:end] == 0) + begin
-        if len(ends) and end - begin == 1:
-            last[begin] = True
-        overflow[begin:end] = bool(len(ends)) or end - begin == 1
+    begins = missing & ~(np.roll(missing, 1) & (np.diff(e.all.sequence, prepend=-1) == 0))
+    ends = missing & ~(np.roll(missing, -1) & (np.diff(e.all.sequence, append=-1) == 0))
+    for begin, end in zip(np.flatnonzero(begins).tolist(), np.flatnonzero(ends).tolist(), strict=True):
+        if e.all.left[end] == 0:
+            overflow[begin : end + 1] = True
+            last[begin] = begin == end
+    overflow &= ~_everywhere(e, missing)
     few_last = last.sum() < of("unscored").last * max(1, missing.sum())
     return (overflow, last) if few_last else (np.zeros_like(last), last)
+
+
+def _everywhere(e: Evidence, missing: Array) -> Array:
+    """bool [all]: missing at a place where nearly every sequence has none, of the response or the whole sequence, while
+    at other places nearly every one has a number."""
+    found, b = np.zeros(len(missing), dtype=bool), of("unscored")
+    prompts = np.array([each.prompt_length for each in e.dump.sequences])
+    for place in (e.all.position, e.all.position + prompts[e.all.sequence]):
+        count = np.bincount(place)
+        rate = np.bincount(place, weights=missing) / np.maximum(count, 1)
+        here = (rate > b.everywhere) & (count >= b.sequences)
+        if (rate[count > 0] < 1 - b.everywhere).any():
+            found |= missing & here[place]
+    return found
 
 
 def _cut_away(e: Evidence) -> Array:

@@ -1,0 +1,106 @@
+"""Numbers that are not a log-prob a token: one a sequence, running sums, values that were cut at a bound.
+
+Each is arithmetic on the other side's log-probs, tested directly and before any law: a program saved the wrong field.
+
+Legend: N compared tokens that both sides scored, S sequences, x and y one side's log-probs and the other's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mantissa.doctor.diagnosis import Finding
+from mantissa.doctor.evidence import Evidence, few
+from mantissa.doctor.sample import SIDES, Array, Tokens, different
+from mantissa.doctor.thresholds import FEWEST, SAME, of
+
+
+def repeated(e: Evidence, tests: int) -> Finding:
+    """One number for all tokens of a sequence, the mean or the sum of the other side's or another, in nearly all."""
+    t, b = e.clean, of("repeated")
+    first, count, long = _sequences(t, b.tokens)
+    if len(long) < FEWEST:
+        return few("repeated", len(long))
+    best, said, rest = 0.0, "no side has one number a sequence", t.d
+    for side, own, other in ((0, t.x, t.y), (1, t.y, t.x)):
+        alike = _spread(own, first)[long] < SAME
+        if alike.mean() <= max(best, b.sequences) or (_spread(other, first)[long] < SAME).mean() > b.other:
+            continue
+        best = float(alike.mean())
+        value = np.maximum.reduceat(own, first)
+        sums = np.add.reduceat(other, first)
+        like = {"the mean": sums / count, "the sum": sums}
+        near = {name: float(np.median(np.abs(value - each)[long] / np.abs(each)[long])) for name, each in like.items()}
+        name = min(near, key=lambda each: near[each])
+        what = f", {name} of the other side's" if near[name] < b.near else ""
+        said = f"the {SIDES[side]} has one number for all tokens of a sequence{what}, in {best:.0%} of {len(long)}"
+        rest = np.zeros(len(t.x))
+    return Finding("repeated", True, 0.0 if best else 1.0, best, "of sequences", b.sequences, said,
+                   exact=True, rest=rest)  # fmt: skip
+
+
+def summed(e: Evidence, tests: int) -> Finding:
+    """One side's are sums of the other's log-probs to each token, or from each token on, or their means, and fit the
+    other side's own far worse."""
+    t, b = e.clean, of("summed")
+    first, count, long = _sequences(t, b.tokens)
+    whole = np.repeat(count, count) == np.repeat(_lengths(e)[t.sequence[first]], count)  # a gap would end a sum
+    keep = whole & np.isin(np.repeat(np.arange(len(first)), count), long)
+    if different(t.sequence[keep]) < FEWEST:
+        return few("summed", different(t.sequence[keep]))
+    best, said, rest = 0.0, "no side's are sums of the other's", t.d
+    for side, own, other in ((0, t.x, t.y), (1, t.y, t.x)):
+        # A sum has the errors of all its parts; by their roots, for errors of two tokens are not of one sign.
+        noise, step = 4 * e.usual, _steps(first, count)
+        plain = float((np.abs(own - other) < noise + b.near * np.abs(other))[keep].mean())
+        for name, (made, parts) in _sums(other, first, count, step).items():
+            fits = np.abs(own - made) < noise * np.sqrt(parts) + b.near * np.abs(made)
+            telling = keep & (np.abs(made - other) > noise * np.sqrt(parts) + b.near * np.abs(made))
+            share = float(fits[telling].mean()) if different(t.sequence[telling]) >= FEWEST else 0.0
+            if share > max(best, b.fits) and fits[keep].mean() > plain + b.better:
+                best, rest = share, np.where(keep, 0.0, t.d)
+                said = f"the {SIDES[side]}'s are {name} of the other side's log-probs, at {share:.0%} of tokens"
+    return Finding("summed", True, 0.0 if best else 1.0, best, "of tokens", b.fits, said, exact=True, rest=rest)
+
+
+def clamped(e: Evidence, tests: int) -> Finding:
+    """One side has nothing beyond a bound, which stands wherever the other side is beyond it."""
+    tokens = sum(each.tokens for each in e.cuts)
+    share = tokens / max(1, len(e.all.x))
+    said = "; ".join(map(str, e.cuts)) or "no side's are cut at a bound"
+    return Finding("clamped", True, 0.0 if tokens else 1.0, share, "of tokens", 0.0, said, exact=True)
+
+
+def _sequences(t: Tokens, tokens: int) -> tuple[Array, Array, Array]:
+    """Of each sequence with a compared token: where its tokens begin, how many they are; and which have ``tokens``."""
+    first = np.flatnonzero(np.diff(t.sequence, prepend=-1))
+    count = np.diff(np.append(first, len(t.sequence)))
+    return first, count, np.flatnonzero(count >= tokens)
+
+
+def _lengths(e: Evidence) -> Array:
+    """int64 [S]: response positions of each sequence that count."""
+    return np.array([int(each.mask.sum()) for each in e.dump.sequences], dtype=np.int64)
+
+
+def _spread(values: Array, first: Array) -> Array:
+    return np.maximum.reduceat(values, first) - np.minimum.reduceat(values, first)
+
+
+def _steps(first: Array, count: Array) -> Array:
+    """float64 [N]: the number of each token in its sequence, from 1."""
+    return (np.arange(int(count.sum())) - np.repeat(first, count) + 1).astype(float)
+
+
+def _sums(x: Array, first: Array, count: Array, step: Array) -> dict[str, tuple[Array, Array]]:
+    """What may stand in place of each log-prob, and of how many it is the sum (for a mean: what its error is of)."""
+    every = np.cumsum(x)
+    before = np.repeat(every[first] - x[first], count)
+    running, total = every - before, np.repeat(np.add.reduceat(x, first), count)
+    n = np.repeat(count, count).astype(float)
+    return {
+        "running sums": (running, step),
+        "running means": (running / step, np.ones(len(x))),
+        "sums from each token on": (total - running + x, n - step + 1),
+        "shares of the sequence's length": (x / n, 1 / n**2),
+    }
