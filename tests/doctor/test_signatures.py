@@ -238,7 +238,8 @@ def test_every_signature_has_its_words_and_every_remedy_is_known() -> None:
     table = facts.facts()
     assert set(table.faults) == set(SIGNATURES)
     used = {name for fault in table.faults.values() for name in fault.remedies}
-    causes = {"higher_precision", "one_format", "same_kernels"}  # of substitution, and of two formats that are declared
+    # Of substitution, of two formats that are declared, and of sides that are equal.
+    causes = {"higher_precision", "one_format", "same_kernels", "both_sides"}
     assert used | causes == set(table.remedies)
 
 

@@ -16,11 +16,14 @@ from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.facts import Usual, coarser, facts, part, usual
 from mantissa.doctor.populations import seen_in_a_quarter
 from mantissa.doctor.routers import Outliers, flights, may_be
-from mantissa.doctor.sample import Tokens, different
+from mantissa.doctor.fields import copied, distinct
+from mantissa.doctor.sample import SIDES, Tokens, different
 from mantissa.doctor.signatures import causes, findings
 from mantissa.doctor.thresholds import (
+    ABOVE_ZERO,
     ALIKE,
     BLIND,
+    COPIED,
     CURVE,
     FAR,
     HEALTHY_SEQUENCES,
@@ -38,8 +41,19 @@ def examine(dump: Dump) -> Diagnosis:
     Single tokens that fly, as where routers disagree, are no fault of a mixture of experts: the others are judged. Of a
     policy of which nothing says whether it is a mixture, the answer is then not known.
     """
+    dump, again = distinct(dump)
     evidence = Evidence.of(dump, usual(dump.settings).bound)
-    found = _examined(evidence)
+    found = _routed(evidence)
+    said = [words.twice(again, again + len(dump.sequences))] if again else []
+    copies, of_these = copied(evidence.clean)
+    if COPIED * of_these < copies < of_these:
+        said.append(words.copies(copies, of_these))
+    return replace(found, remarks=(*said, *found.remarks))
+
+
+def _routed(evidence: Evidence) -> Diagnosis:
+    """The diagnosis, in which tokens of other experts are none of a fault."""
+    dump, found = evidence.dump, _examined(evidence)
     faults = [each for each in (found.fault, found.second) if each is not None]
     named = {each.name for each in faults}
     few = tuple(name for name, row in facts().faults.items() if "few" in row.verdict.routers)
@@ -114,11 +128,13 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
         verdict, basis, headline = Verdict.UNKNOWN, Basis.FEW, why.headline
     else:
         verdict, basis = Verdict.HEALTHY, _healthy(figures, size)
-        headline = words.healthy(basis, _sizes(figures, evidence, expected, size, len(every)))
+        headline = words.healthy(basis, _sizes(figures, evidence, expected, size, len(every)), dump.framework)
     causing = [*named, *(large[:1] if not named else ())]
     remedies = tuple(
         dict.fromkeys(r for each in causing for name in (each.name, *each.also) for r in table[name].remedies)
     )
+    if basis is Basis.EQUAL and words.may_be_copied(dump.framework):
+        remedies = ("both_sides",)
     formats = {dump.settings.learner_format, dump.settings.rollout_format} - {None}
     if len(formats) == 2 and verdict in (Verdict.HEALTHY, Verdict.LARGE) and figures["d_rms"] > NOTHING:
         remedies = ("one_format", *remedies)  # healthy for two formats, and many times what one format would have
@@ -162,12 +178,15 @@ def _remarks(every: Sequence[Finding], causing: Sequence[Finding], large: bool) 
 def _left_out(
     e: Evidence, causing: Sequence[Finding], figures: dict[str, Any], expected: Usual
 ) -> tuple[str, ...]:  # fmt: skip
-    """What was not compared, where no finding says it, and what the compared tokens are."""
-    if not e.filled.fillers:
-        return ()
+    """What was not compared, where no finding says it, and what the compared tokens are; and values above 0."""
+    above = [float(side[there].max(initial=0.0)) for side, there in zip((e.all.x, e.all.y), e.there, strict=True)]
+    alone = any(part(each.name).alone for each in causing)
+    odd = () if alone or max(above) <= ABOVE_ZERO else (words.above_zero(SIDES[int(np.argmax(above))], max(above)),)
+    if not e.filled.fillers and not e.cuts:
+        return odd
     told = any(part(each.name).left_out for each in causing)
-    left_out = () if told else tuple(f"not compared: {each}" for each in e.filled.fillers)
-    return (*left_out, words.others(figures, expected.bound))
+    left_out = () if told else tuple(f"not compared: {each}" for each in (*e.filled.fillers, *e.cuts))
+    return (*odd, *left_out, words.others(figures, expected.bound))
 
 
 def _too_few(e: Evidence, figures: dict[str, Any], size: Finding, expected: Usual) -> words.Why | None:

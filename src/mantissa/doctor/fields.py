@@ -7,12 +7,15 @@ Legend: N compared tokens that both sides scored, S sequences, x and y one side'
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from mantissa.doctor.diagnosis import Finding
+from mantissa.doctor.dump import Dump, Scored
 from mantissa.doctor.evidence import Evidence, few
 from mantissa.doctor.sample import SIDES, Array, Tokens, different
-from mantissa.doctor.thresholds import FEWEST, SAME, of
+from mantissa.doctor.thresholds import FEWEST, LONG, SAME, TWICE, of
 
 
 def repeated(e: Evidence, tests: int) -> Finding:
@@ -104,3 +107,30 @@ def _sums(x: Array, first: Array, count: Array, step: Array) -> dict[str, tuple[
         "sums from each token on": (total - running + x, n - step + 1),
         "shares of the sequence's length": (x / n, 1 / n**2),
     }
+
+
+def distinct(dump: Dump) -> tuple[Dump, int]:
+    """The dump with each sequence once, and how many stood there before: same tokens and same log-probs on both sides.
+    Fewer than a quarter are left where they are, and so are short ones, which are drawn twice."""
+    seen = set[tuple[bytes, ...]]()
+    kept = list[Scored]()
+    for each in dump.sequences:
+        key = _key(each)
+        if key not in seen or len(each.mask) < LONG:
+            kept.append(each)
+        seen.add(key)
+    again = len(dump.sequences) - len(kept)
+    return (replace(dump, sequences=kept), again) if again > TWICE * len(dump.sequences) else (dump, 0)
+
+
+def _key(each: Scored) -> tuple[bytes, ...]:
+    return each.tokens.tobytes(), each.rollout_logp.tobytes(), each.learner_logp.tobytes(), each.mask.tobytes()
+
+
+def copied(t: Tokens) -> tuple[int, int]:
+    """Sequences of three compared tokens or more, none of them certain, that are equal on both sides to the last bit,
+    and how many there are."""
+    told = t.telling
+    count, equal = np.bincount(told.sequence), np.bincount(told.sequence, weights=told.d == 0)
+    long = count >= of("repeated").tokens
+    return int((long & (equal == count)).sum()), int(long.sum())

@@ -53,7 +53,7 @@ def cuts(found: Tokens) -> tuple[tuple[Cut, ...], Array]:
                 continue
             bound = float((sign * own[both]).min())
             here = both & (sign * own == bound)
-            beyond = both & (sign * other < bound - CUT_APART)
+            beyond = both & (sign * other < bound - min(CUT_APART, CUT_APART * abs(bound)))
             # A certain token's 0 is no bound: it is the largest that there is.
             if here.sum() < CUT_TOKENS or sign * bound > -SAME or not beyond.any():
                 continue

@@ -41,6 +41,9 @@ WORTH = 0.001  # of sum d^2: beside a fault, a habit that explains less is no ne
 CURVE = 0.6  # of sum d^2 on a curve in the log-prob: a law is in it, and a shape may be the law's
 ALIKE = 0.1  # correlation of u over the same token: other weights have as much or more
 NOTHING = 1e-5  # nats, root mean square of d: below it nothing is to be done, whatever the formats
+TWICE = 0.25  # of the sequences stand there before: then each counts once
+LONG = 8  # tokens of a response: so many are not drawn twice
+COPIED = 0.05  # of the sequences, equal on both sides to the last bit where others are not
 BLIND = 10.0  # times the usual: a sample that would not show so much says nothing
 HEALTHY_SEQUENCES, HEALTHY_TOKENS = 2 * FEWEST, 64  # for a verdict where nothing is found
 SINGLE = (3.0, 0.5)  # times the usual, with single tokens; of which more than so are neither first nor last
@@ -69,7 +72,7 @@ LONELY = 3  # times as many as of any value beside it: the values of a coarse gr
 
 # a bound in place of a log-prob (fillers.cuts)
 CUT_TOKENS = 3  # at which it stands, at least
-CUT_APART = 0.3  # nats: so far beyond it the other side is clearly beyond
+CUT_APART = 0.3  # nats, or of the bound: so far beyond it the other side is clearly beyond
 CUT_ALL = 0.9  # of the tokens where the other side is clearly beyond
 CUT_MOST = 0.5  # of the tokens at which it stands
 
