@@ -144,8 +144,10 @@ def test_configurations_that_show_experts() -> None:
         assert routes({name: 8}) is True
         assert routes(SimpleNamespace(**{name: 8})) is True
         assert routes({"text_config": {name: 8}}) is True
-    for dense in ({}, {"num_local_experts": 1}, {"num_experts": None}, SimpleNamespace(hidden_size=4), None):
-        assert routes(dense) is None
+    for silent in ({}, {"num_local_experts": 1}, {"num_experts": None}, SimpleNamespace(hidden_size=4), None):
+        assert routes(silent) is None
+    for dense in ({"num_hidden_layers": 2}, {"n_layer": 2, "num_experts": 1}, {"text_config": {"num_layers": 2}}):
+        assert routes(dense) is False
 
 
 def test_a_plain_row_says_it_and_nonsense_is_refused(tmp_path: Path) -> None:

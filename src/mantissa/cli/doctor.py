@@ -32,7 +32,8 @@ _Out = Annotated[
 _MODEL = "Of the tokens: find causes by scoring them again. A run's own folder: its checkpoints."
 _OTHER = "Weights that one side may have had in place of these."
 _BY_LAYER = "Follow both sides, as found, through the layers."
-_EXPERTS = "The policy is a mixture of experts, where the dump does not say it."
+_EXPERTS = "The policy is a mixture of experts, or is none, where the dump does not say it."
+_PAIR = "Of a file of mantissa gap: the one pair to diagnose."
 _ENGINE = "Ask a live server for the rollout's log-probs, with --model."
 
 _Source = Annotated[
@@ -48,7 +49,8 @@ _Source = Annotated[
 def doctor(
     source: _Source,
     framework: _From = None,
-    experts: Annotated[bool, typer.Option("--experts", help=_EXPERTS)] = False,
+    experts: Annotated[bool | None, typer.Option("--experts/--dense", help=_EXPERTS, show_default="unknown")] = None,
+    pair: Annotated[str | None, typer.Option(metavar="NAME", help=_PAIR, show_default="each")] = None,
     out: _Out = None,
     model: Annotated[str | None, typer.Option(help=_MODEL)] = None,
     other: Annotated[str | None, typer.Option(metavar="MODEL", help=_OTHER)] = None,
@@ -81,16 +83,22 @@ def doctor(
     reading = Reading(source, framework)  # in a process of its own, while this one imports the rest
     import scipy.special  # noqa: F401
 
-    from mantissa.doctor.diagnosis import Verdict
     from mantissa.doctor.examine import examine
 
     dump, further = reading.dump(progress), list["Block"]()
-    if experts:
-        dump = replace(dump, settings=replace(dump.settings, experts=True))
     progress("")
+    parts = _parts(dump, pair, experts)
     for name, given in (("--engine", engine), ("--other", other), ("--by-layer", by_layer)):
         if given and model is None:
             raise MantissaError(f"{name} needs the model that the tokens are of: give --model too")
+    if len(parts) > 1:
+        if model is not None or out is not None:
+            raise MantissaError(f"{source} holds {len(parts)} pairs: say which, --pair {next(iter(parts))!r}")
+        found = {name: examine(part) for name, part in parts.items()}
+        for name, each in found.items():
+            _show_pair(name, parts[name], each, framework, explain)
+        raise typer.Exit(max(_code(each) for each in found.values()))
+    ((_, dump),) = parts.items()
     if model is None:
         diagnosis = examine(dump)
         _show(dump, diagnosis, framework, explain)
@@ -101,7 +109,41 @@ def doctor(
         from mantissa.doctor.page import write_page
 
         typer.echo(f"page: {write_page(dump, diagnosis, out, further)}")
-    raise typer.Exit(0 if diagnosis.verdict in (Verdict.HEALTHY, Verdict.UNKNOWN) else 1)
+    raise typer.Exit(_code(diagnosis))
+
+
+def _code(diagnosis: Diagnosis) -> int:
+    """The exit code of an answer."""
+    from mantissa.doctor.diagnosis import Verdict
+
+    return 0 if diagnosis.verdict in (Verdict.HEALTHY, Verdict.UNKNOWN) else 1
+
+
+def _parts(dump: Dump, pair: str | None, experts: bool | None) -> dict[str, Dump]:
+    """What is diagnosed by itself: each pair of a file that holds several, or the one asked for; else the whole."""
+    parts = dump.by_pair()
+    if pair is not None:
+        if pair not in parts:
+            known = ", ".join(parts) if dump.pairs else "none"
+            raise MantissaError(f"--pair {pair}: {dump.path} holds {known}")
+        parts = {pair: parts[pair]}
+    if experts is None:
+        return parts
+    return {name: replace(part, settings=replace(part.settings, experts=experts)) for name, part in parts.items()}
+
+
+def _show_pair(name: str, dump: Dump, diagnosis: Diagnosis, framework: str | None, explain: bool) -> None:
+    """One pair of several: its answer, and the rest where something is wrong."""
+    from rich.text import Text
+
+    from mantissa.doctor.words import first_line
+
+    console = screen(100)
+    console.print(Text(f"pair {name}", style="bold"))
+    if _code(diagnosis) or explain:
+        _show(dump, diagnosis, framework, explain)
+    else:
+        console.print(f"{first_line(diagnosis)}\n{diagnosis.headline}")
 
 
 def _with_model(

@@ -42,7 +42,7 @@ ARRAYS = {
     "tokens": "<i8", "rollout_logp": "<f8", "learner_logp": "<f8", "mask": "|u1", "flipped": "|u1",
     "kept_counts": "<i8", "kept": "<i8",
 }  # fmt: skip
-NUMBERS = ("rollout_version", "learner_version", "group")
+NUMBERS = ("rollout_version", "learner_version", "group", "pair")
 LONGEST_TEXT = 2000  # of an error
 _WHY = "expected whole numbers of at most 63 bits; write the file again"
 
@@ -70,6 +70,8 @@ def main() -> None:
     else:
         found = {"framework": dump.framework, "settings": asdict(dump.settings), "run": dump.run is not None,
                  "notes": list(dump.notes), "counts": counts}  # fmt: skip
+        if dump.pairs:
+            found["pairs"] = [[name, asdict(how)] for name, how in dump.pairs]
         _say(out, found, arrays)
 
 

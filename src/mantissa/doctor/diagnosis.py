@@ -145,10 +145,10 @@ class Cut:
     tokens: int
 
     def __str__(self) -> str:
-        word, beyond = ("below", "low") if self.below else ("above", "high")
+        word, others = ("below", "lower") if self.below else ("above", "higher")
         return (
-            f"the {self.side} has nothing {word} {self.at:g}, which stands at {self.tokens:,} tokens in place of {beyond}er "
-            "ones of the other side"
+            f"the {self.side} has nothing {word} {self.at:g}, which stands at {self.tokens:,} tokens in place of "
+            f"{others} ones of the other side"
         )
 
 

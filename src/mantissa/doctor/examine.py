@@ -14,9 +14,9 @@ from mantissa.doctor.diagnosis import Basis, Diagnosis, Finding, Verdict
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.facts import Usual, coarser, facts, part, usual
+from mantissa.doctor.fields import copied, distinct
 from mantissa.doctor.populations import seen_in_a_quarter
 from mantissa.doctor.routers import Outliers, flights, may_be
-from mantissa.doctor.fields import copied, distinct
 from mantissa.doctor.sample import SIDES, Tokens, different
 from mantissa.doctor.signatures import causes, findings
 from mantissa.doctor.thresholds import (

@@ -20,7 +20,7 @@ error says how to have them written.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +92,9 @@ def read_dump(path: Path, framework: str | None = None) -> Dump:
 
 def _read_files(path: Path, framework: str | None) -> Dump:
     files, sequences, found, settings, tokens = _files(path), [], None, Settings(), 0
-    notes: list[str] = []
+    notes, pairs = list[str](), dict[str, Settings]()
     for number_, file in enumerate(files):
-        whose, part, how = _read_file(file, framework)
+        whose, part, how = _read_file(file, framework, pairs)
         if found is not None and whose != found:
             raise MantissaError(f"{path} holds files of {found} and of {whose}; give one of them")
         settings = how if found is None else _agreed(settings, how)
@@ -105,7 +105,9 @@ def _read_files(path: Path, framework: str | None) -> Dump:
             notes.append(f"the newest {number_ + 1} of {len(files)} files were read: {tokens:,} tokens")
             break
     assert found is not None
-    return Dump(found, path, sequences, settings, notes=tuple(notes))
+    if len(pairs) < 2 or any(each.pair is None for each in sequences):
+        pairs, sequences = {}, [replace(each, pair=None) for each in sequences] if pairs else sequences
+    return Dump(found, path, sequences, settings, notes=tuple(notes), pairs=tuple(pairs.items()))
 
 
 def _files(path: Path) -> list[Path]:
@@ -126,14 +128,15 @@ def _numbers(name: str) -> list[str]:
     return "".join(letter if letter.isascii() and letter.isdigit() else " " for letter in name).split()
 
 
-def _read_file(path: Path, framework: str | None) -> tuple[str, list[Scored], Settings]:
+def _read_file(path: Path, framework: str | None, pairs: dict[str, Settings]) -> tuple[str, list[Scored], Settings]:
+    """``pairs``: of the pairs that rows name, each one's settings; new ones are added."""
     if path.suffix in (".pt", ".pkl"):
         return _read_pickle(path, framework)
     if path.suffix not in (".jsonl", ".parquet"):
         raise MantissaError(f"{path}: unknown ending {path.suffix!r}; expected .jsonl, .parquet, .pt or .pkl")
     rows = read_rows(path, _LINE) if path.suffix == ".jsonl" else _parquet_rows(path)
-    whose, settings, sequences, tokens, writer = framework, None, [], 0, None
-    before: tuple[Any, ...] = ()  # what the row before said of settings
+    whose, settings, sequences, tokens, writer = framework, None, list[Scored](), 0, None
+    before, how = (), Settings()  # what the row before said of settings
     for line, row in enumerate(rows, start=1):
         where = f"{path}, {'line' if path.suffix == '.jsonl' else 'row'} {line}"
         with boundary(where, "leave the line out, or write the file again"):
@@ -150,6 +153,8 @@ def _read_file(path: Path, framework: str | None) -> tuple[str, list[Scored], Se
             if settings is None or says != before:
                 how = Settings(**{name: each for name, each in zip(_SETTINGS, says, strict=False) if each is not None})
                 settings, before = how if settings is None else _agreed(settings, how), says
+            if whose == "plain" and "pair" in row:
+                found = replace(found, pair=_pair(where, row["pair"], how, pairs))
             writer = row.get("framework", whose) if whose == "plain" else whose
             sequences.append(found)
             tokens += len(found.rollout_logp)
@@ -160,6 +165,17 @@ def _read_file(path: Path, framework: str | None) -> tuple[str, list[Scored], Se
     return writer if writer in FRAMEWORKS else whose, sequences, checked(path, settings or Settings())
 
 
+def _pair(where: str, name: Any, how: Settings, pairs: dict[str, Settings]) -> int:
+    """The number of a row's pair; what the rows of one say alike of settings is the pair's."""
+    if not isinstance(name, str) or len(name) > _LONGEST_NAME:
+        raise MantissaError(f"{where}: pair is {_describe(name)}, expected a pair's name")
+    pairs[name] = _agreed(pairs.get(name, how), how)
+    if len(pairs) > _MOST_PAIRS:
+        raise MantissaError(f"{where}: more than {_MOST_PAIRS} pairs in one dump; give a part of it")
+    return list(pairs).index(name)
+
+
+_LONGEST_NAME, _MOST_PAIRS = 200, 64
 _HINT = "--from says whose it is where that was not found by itself"
 
 

@@ -38,7 +38,9 @@ def not_logprobs(e: Evidence, tests: int) -> Finding:
     own = sides[which]
     large = own > b.above
     there = share[which] > b.most or (large.mean() > b.some and large.sum() >= b.fewest)
-    said = f"{share[which]:.2%} of the {SIDES[which]}'s log-probs are above 0, by up to {max(0.0, own.max(initial=0)):.2g}"
+    said = (
+        f"{share[which]:.2%} of the {SIDES[which]}'s log-probs are above 0, by up to {max(0.0, own.max(initial=0)):.2g}"
+    )
     value, count = np.unique(own[own > ABOVE_ZERO], return_counts=True)
     if len(value) and count.max() >= 10 and count.max() > count.sum() / 2:
         said += f", {count.max():,} of them {value[count.argmax()]:g} to the bit"
