@@ -30,7 +30,7 @@ from mantissa.doctor.sample import (
     tested,
     tokens_of,
 )
-from mantissa.doctor.thresholds import CERTAIN, FEWEST, SURE_ZERO, WORST
+from mantissa.doctor.thresholds import CERTAIN, FEWEST, MATTERS, OWN, SURE_ZERO, WORST
 
 _PAIRS = 20_000
 
@@ -81,6 +81,14 @@ class Evidence:
         """Whether the size of u is beyond the usual."""
         t = tokens.telling
         return tested(sums_by(t.unit, t.u**2, np.ones_like(t.u)), log_rms, float(np.log(self.usual * factor)), tests)
+
+    def beyond(self, tokens: Tokens, quiet: Tokens, tests: int) -> Tested:
+        """Whether the size of u of a part is beyond the usual, or beyond ``OWN`` times that of a ``quiet`` part, which
+        shows what is usual here. One that is mostly equal to the last bit was computed alike, and shows nothing."""
+        u = quiet.telling.u
+        shows = len(u) > 0 and float((u == 0).mean()) < 0.5
+        own = max(OWN * quiet.size, MATTERS * self.usual) if shows else self.usual
+        return self.too_large(tokens, tests, min(1.0, own / self.usual))
 
     @cached_property
     def grids(self) -> tuple[Grid | None, Grid | None]:

@@ -28,6 +28,7 @@ from mantissa.doctor.thresholds import (
     FAR,
     HEALTHY_SEQUENCES,
     HEALTHY_TOKENS,
+    MOST_ROUTED,
     NOTHING,
     SINGLE,
     WORTH,
@@ -73,6 +74,8 @@ def _routed(evidence: Evidence) -> Diagnosis:
         return _unexplained(found, flown, said) if flown.fly and named & {*few, "too_large"} else found
     if not named and not flown.fly:
         return found
+    if found.figures["d_rms"] > MOST_ROUTED:
+        return _unexplained(found, flown, said)
     quiet = evidence.after(np.where(flown.where, np.nan, evidence.clean.d))
     others = _examined(Evidence.of(quiet, evidence.usual), few)
     if others.verdict is Verdict.HEALTHY:

@@ -27,6 +27,7 @@ CAP = 5.0  # of |u| where only agreement counts
 WORST = 20.0  # nats: what is further apart counts as so much
 FAR = 4.0  # times the usual: twelve root mean squares of a healthy gap
 MATTERS = 0.1  # of the usual: a part below it is rounding that fell otherwise
+OWN = 30.0  # times as large as another part of the same dump: that part is then the usual
 GRID = 0.99  # of 20 values or more, that lie on a grid
 SURE_ZERO = (-1.0, -1e-3)  # nats: a 0 beside the first is no probability; nor are the side's others beside the second
 
@@ -59,6 +60,7 @@ FLYING = 0.3  # of sum (u / own sequence's size)^2 in a hundredth of the tokens:
 THROUGHOUT = 0.5  # of a sequence's tokens beyond the usual: it differs throughout
 AT_A_PLACE = 0.25  # so much more of the first, or of the last tokens beyond the usual than of others: it is the place
 MEDIAN, AT_THE_USUAL = 0.6745, 0.3173  # of |x|, and the share of |x| above 1, of a standard normal x
+MOST_ROUTED = 1.0  # nats, root mean square of d: so much is healthy in no mixture, whoever made it
 MOST_FLY = 0.9  # of the tokens beyond the usual: if routers make so much, that is as bad as a fault
 RULE = 0.5  # of sum u^2 in tokens far beyond the usual: they rule the gap
 
