@@ -30,7 +30,7 @@ from mantissa.doctor.sample import (
     tested,
     tokens_of,
 )
-from mantissa.doctor.thresholds import CERTAIN, FEWEST, MATTERS, OWN, SURE_ZERO, WORST
+from mantissa.doctor.thresholds import CERTAIN, CUT_LAW, FEWEST, MATTERS, OWN, SURE_ZERO, WORST
 
 _PAIRS = 20_000
 
@@ -65,7 +65,7 @@ class Evidence:
         # is sure of less, its zeros are no probabilities.
         zero = np.zeros(len(x), dtype=bool)
         for one, other in ((x, y), (y, x)):
-            if ((one == 0) & (other < SURE_ZERO[0])).any():
+            if ((one == 0) & (other < SURE_ZERO[0])).any() and not _of_cut_law(one[x_there & y_there]):
                 zero |= (one == 0) & (other < SURE_ZERO[1])
         zero &= x_there & y_there
         clean = found.where(x_there & y_there & ~zero & ~at_end.any(0))
@@ -178,6 +178,12 @@ class Evidence:
     def again(self) -> list[tuple[int, int, Array]]:
         """(prompt, position, [samples, 2] both sides' log-probs) of each word drawn more than once in one context."""
         return self._contexts[1]
+
+
+def _of_cut_law(one: Array) -> bool:
+    """Whether a side's zeros are those of tokens that stand alone in a top-p or min-p: then nothing else is near 0."""
+    zero, near = one == 0, (one < 0) & (one > CUT_LAW[0])
+    return bool(zero.mean() > CUT_LAW[2] and near.sum() <= CUT_LAW[1] * (~zero).sum()) if len(one) else False
 
 
 Test = Callable[[Evidence, int], Finding]

@@ -28,8 +28,10 @@ from mantissa.doctor.thresholds import (
     FAR,
     HEALTHY_SEQUENCES,
     HEALTHY_TOKENS,
+    MOST_ALONE,
     MOST_ROUTED,
     NOTHING,
+    ONE_WAY,
     SINGLE,
     WORTH,
     of,
@@ -107,6 +109,8 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
     large = [each for each in every if each.found and each.name == "too_large"]
     curve = max((each.share for each in every if each.name in ("temperature", "soft_cap") and each.tested), default=0.0)
     shapes = [each for each in every if each.found and part(each.name).of == "shape" and curve < CURVE]
+    if _shapeless(evidence, every):
+        shapes = []
     # Remarks, where the whole gap is healthy; a mixture's few tokens may make it somewhat larger.
     most = {each.name: part(each.name).remark * expected.bound for each in every}
     remarks = [name for name in most if not large and most[name] and figures["u_rms"] <= most[name]]
@@ -147,6 +151,16 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
         second=named[1] if len(named) > 1 else None, why=why.short if why else "", fillers=evidence.filled.fillers,
         remarks=(*_left_out(evidence, causing, figures, expected), *_remarks(every, causing, bool(large))),
     )  # fmt: skip
+
+
+def _shapeless(e: Evidence, every: Sequence[Finding]) -> bool:
+    """Whether a gap's shape says nothing: single tokens make it, it is of one sign, which neither weights nor a prompt
+    give, or what it is of was rounded, which moves near certain tokens as they do."""
+    d = e.clean.d
+    alone = any(each.found and each.share > MOST_ALONE for each in every if each.name in ("single_tokens", "experts"))
+    total = max(float(np.square(d).sum()), 1e-30)
+    up = float(np.square(d[d > 0]).sum()) / total
+    return alone or max(up, 1 - up) > ONE_WAY or any(e.grids)
 
 
 def _repeats(every: Sequence[Finding]) -> bool:

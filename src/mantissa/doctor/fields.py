@@ -19,51 +19,99 @@ from mantissa.doctor.thresholds import FEWEST, LONG, SAME, TWICE, of
 
 
 def repeated(e: Evidence, tests: int) -> Finding:
-    """One number for all tokens of a sequence, the mean or the sum of the other side's or another, in nearly all."""
+    """One number for all tokens of a sequence, the mean or the sum of the other side's or another, in some or all."""
     t, b = e.clean, of("repeated")
     first, count, long = _sequences(t, b.tokens)
     if len(long) < FEWEST:
         return few("repeated", len(long))
-    best, said, rest = 0.0, "no side has one number a sequence", t.d
+    best, said, rest = 0, "no side has one number a sequence", t.d
     for side, own, other in ((0, t.x, t.y), (1, t.y, t.x)):
-        alike = _spread(own, first)[long] < SAME
-        if alike.mean() <= max(best, b.sequences) or (_spread(other, first)[long] < SAME).mean() > b.other:
+        alike = (_spread(own, first) < SAME) & (_spread(other, first) > b.apart) & (count >= b.tokens)
+        alike &= np.minimum.reduceat(own, first) < -SAME  # a cut law's certain tokens have all 0
+        if alike.sum() <= max(best, b.sequences * len(long), 1):
             continue
-        best = float(alike.mean())
-        value = np.maximum.reduceat(own, first)
-        sums = np.add.reduceat(other, first)
+        best = int(alike.sum())
+        value, sums = np.maximum.reduceat(own, first), np.add.reduceat(other, first)
         like = {"the mean": sums / count, "the sum": sums}
-        near = {name: float(np.median(np.abs(value - each)[long] / np.abs(each)[long])) for name, each in like.items()}
+        near = {name: float(np.median(np.abs(value / each - 1)[alike])) for name, each in like.items()}
         name = min(near, key=lambda each: near[each])
         what = f", {name} of the other side's" if near[name] < b.near else ""
-        said = f"the {SIDES[side]} has one number for all tokens of a sequence{what}, in {best:.0%} of {len(long)}"
-        rest = np.zeros(len(t.x))
-    return Finding("repeated", True, 0.0 if best else 1.0, best, "of sequences", b.sequences, said,
-                   exact=True, rest=rest)  # fmt: skip
+        said = f"the {SIDES[side]} has one number for all tokens of a sequence{what}, in {best} of {len(long)}"
+        rest = np.where(np.repeat(alike, count), 0.0, t.d)
+    share = best / len(long)
+    return Finding(
+        "repeated", True, 0.0 if best else 1.0, share, "of sequences", b.sequences, said, exact=True, rest=rest
+    )
 
 
 def summed(e: Evidence, tests: int) -> Finding:
-    """One side's are sums of the other's log-probs to each token, or from each token on, or their means, and fit the
-    other side's own far worse."""
+    """One side's are sums of the other's log-probs to each token, or from each token on, or their means, in some
+    sequences or all, and fit the other side's own far worse."""
     t, b = e.clean, of("summed")
-    first, count, long = _sequences(t, b.tokens)
-    whole = np.repeat(count, count) == np.repeat(_lengths(e)[t.sequence[first]], count)  # a gap would end a sum
-    keep = whole & np.isin(np.repeat(np.arange(len(first)), count), long)
-    if different(t.sequence[keep]) < FEWEST:
-        return few("summed", different(t.sequence[keep]))
-    best, said, rest = 0.0, "no side's are sums of the other's", t.d
+    first, count, _ = _sequences(t, b.tokens)
+    whole = count == _lengths(e)[t.sequence[first]]  # a gap would end a sum
+    long = whole & (count >= b.tokens)
+    if long.sum() < FEWEST:
+        return few("summed", int(long.sum()))
+    best, said, rest = 0, "no side's are sums of the other's", t.d
     for side, own, other in ((0, t.x, t.y), (1, t.y, t.x)):
         # A sum has the errors of all its parts; by their roots, for errors of two tokens are not of one sign.
         noise, step = 4 * e.usual, _steps(first, count)
-        plain = float((np.abs(own - other) < noise + b.near * np.abs(other))[keep].mean())
+        plain = np.abs(own - other) < noise + b.near * np.abs(other)
         for name, (made, parts) in _sums(other, first, count, step).items():
-            fits = np.abs(own - made) < noise * np.sqrt(parts) + b.near * np.abs(made)
-            telling = keep & (np.abs(made - other) > noise * np.sqrt(parts) + b.near * np.abs(made))
-            share = float(fits[telling].mean()) if different(t.sequence[telling]) >= FEWEST else 0.0
-            if share > max(best, b.fits) and fits[keep].mean() > plain + b.better:
-                best, rest = share, np.where(keep, 0.0, t.d)
-                said = f"the {SIDES[side]}'s are {name} of the other side's log-probs, at {share:.0%} of tokens"
-    return Finding("summed", True, 0.0 if best else 1.0, best, "of tokens", b.fits, said, exact=True, rest=rest)
+            room = noise * np.sqrt(parts) + b.near * np.abs(made)
+            fits, telling = np.abs(own - made) < room, np.abs(made - other) > room
+            told = np.add.reduceat(telling, first)
+            hit = long & (told >= b.tokens) & (np.add.reduceat(fits & telling, first) >= b.fits * told)
+            hit &= np.add.reduceat(fits, first) - np.add.reduceat(plain, first) > b.better * count
+            if hit.sum() > best:
+                best, rest = int(hit.sum()), np.where(np.repeat(hit, count), 0.0, t.d)
+                said = (
+                    f"the {SIDES[side]}'s are {name} of the other side's log-probs, in {best} of {long.sum()} sequences"
+                )
+    share = best / int(long.sum())
+    return Finding("summed", True, 0.0 if best else 1.0, share, "of sequences", b.fits, said, exact=True, rest=rest)
+
+
+def clipped_gap(e: Evidence, tests: int) -> Finding:
+    """The largest difference to one side stands at several tokens to the last bits: it was clipped there."""
+    t, b = e.clean, of("clipped_gap")
+    ends, where = list[str](), np.zeros(len(t.x), dtype=bool)
+    if len(t.d) and not any(e.grids):
+        bits = 4 * np.finfo(np.float32).eps * np.maximum(np.abs(t.x), np.abs(t.y))
+        for sign in (1.0, -1.0):
+            most = float((sign * t.d).max())
+            here = (np.abs(sign * t.d - most) <= bits + b.near * most) & (bits < b.bits * most)
+            some = here.sum() >= max(b.fewest, b.share * len(t.d)) and different(t.unit[here]) >= b.units
+            if most > b.least * e.usual and most > SAME and some:
+                ends.append(f"{sign * most:+.3g} at {int(here.sum()):,} tokens")
+                where |= here
+    said = f"the largest differences are one to the last bits, {' and '.join(ends)}" if ends else "none is repeated"
+    share = float(where.mean()) if len(where) else 0.0
+    return Finding("clipped_gap", True, 0.0 if ends else 1.0, share, "of tokens", 0.0, said, exact=True)
+
+
+def raised(e: Evidence, tests: int) -> Finding:
+    """y = log(exp(x) + eps): exp(y) - exp(x) is one number, at nearly all tokens where noise would not hide it."""
+    t, b = e.clean, of("raised")
+    if t.units < FEWEST:
+        return few("raised", t.units)
+    best, said, rest = 0.0, "no number was added to a side's probabilities", t.d
+    for side, own, other in ((0, t.x, t.y), (1, t.y, t.x)):
+        more = np.exp(own) - np.exp(other)
+        rare = np.argsort(other, kind="stable")[: max(b.fewest, len(other) // 10)]
+        added = float(np.median(more[rare]))
+        noise = b.noise * e.usual * np.exp(other) * t.uncertain
+        telling = noise < added / 3
+        if added <= 0 or telling.sum() < b.fewest or different(t.unit[telling]) < b.units:
+            continue
+        far = np.log1p(added / np.exp(other)) > b.far * e.usual
+        fits = np.abs(more - added) <= noise + b.near * added
+        share = float(fits[telling].mean())
+        if share > max(best, b.fits) and float(fits.mean()) > b.all and (far & telling).sum() >= b.fewest:
+            best, rest = share, own - np.logaddexp(other, np.log(added))
+            said = f"the {SIDES[side]}'s probabilities are {added:.2g} above the other side's, at {share:.0%} of tokens"
+    return Finding("raised", True, 0.0 if best else 1.0, best, "of tokens", b.fits, said, rest=rest)
 
 
 def clamped(e: Evidence, tests: int) -> Finding:

@@ -16,8 +16,10 @@ from mantissa.doctor.diagnosis import Cut, Filler
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.sample import SIDES, Array, Tokens, grid_of, tokens_of
 from mantissa.doctor.thresholds import (
+    CONSTANT,
     CUT_ALL,
     CUT_APART,
+    CUT_LEAST,
     CUT_MOST,
     CUT_TOKENS,
     DRAWN,
@@ -26,7 +28,6 @@ from mantissa.doctor.thresholds import (
     NOT_SCORED,
     RARE,
     REPEATED,
-    SAME,
 )
 
 
@@ -54,8 +55,8 @@ def cuts(found: Tokens) -> tuple[tuple[Cut, ...], Array]:
             bound = float((sign * own[both]).min())
             here = both & (sign * own == bound)
             beyond = both & (sign * other < bound - min(CUT_APART, CUT_APART * abs(bound)))
-            # A certain token's 0 is no bound: it is the largest that there is.
-            if here.sum() < CUT_TOKENS or sign * bound > -SAME or not beyond.any():
+            # Near 0 what is certain ends, by the last bits of its logits.
+            if here.sum() < CUT_TOKENS or sign * bound > -CUT_LEAST or not beyond.any():
                 continue
             if here[beyond].mean() < CUT_ALL or beyond[here].mean() < CUT_MOST:
                 continue
@@ -71,11 +72,13 @@ def filled(dump: Dump, found: Tokens, bounds: Array | None = None) -> Filled:
     sides = found.x, found.y
     bounds = np.zeros_like(where) if bounds is None else bounds
     for side, (own, other) in enumerate((sides, sides[::-1])):
-        suspect = np.flatnonzero(((own <= RARE) | (own >= NEVER)) & ~bounds[side])
+        whole = (own <= -1) & (own == np.round(own))  # -1, -100: somebody's constant
+        suspect = np.flatnonzero(((own <= RARE) | (own >= NEVER) | whole) & ~bounds[side])
         if not len(suspect):
             continue
         value, inverse, count = np.unique(own[suspect], return_inverse=True, return_counts=True)
-        repeated = count >= np.where(value <= DRAWN, 2, REPEATED)
+        least = np.where(value == np.round(value), CONSTANT, REPEATED)
+        repeated = count >= np.where(value <= DRAWN, 2, least)
         groups = [suspect[inverse == each] for each in np.flatnonzero(repeated).tolist()
                   if _one(each, value, count, own, other, suspect[inverse == each], dump, found)]  # fmt: skip
         known = np.isin(suspect, np.concatenate([suspect[:0], *groups]))

@@ -77,7 +77,11 @@ def onset(e: Evidence, tests: int) -> Finding:
     most = len(beyond) > 0 and beyond.mean() > b.most  # else it is of some sequences
     times = float(np.exp(min(found.value, 50)))
     said = f"the two sides agree before {word} {at + 1} and from it on |d| is {times:.3g} times as large"
-    holds = bool(step and most) and before.size <= e.usual / b.quiet
+    # From the place on, and not at some places behind it (a chunk's ends): most positions are beyond the usual.
+    numbers = np.bincount(own[after])
+    per = np.bincount(own[after], weights=np.abs(t.u[after]) > e.usual / b.quiet)[numbers > 0] / numbers[numbers > 0]
+    broad = float((per > b.of_place).mean()) > b.places
+    holds = bool(step and most and broad) and before.size <= e.usual / b.quiet
     return times_as(
         "onset", found, e.beyond(t.where(after), before, tests), before.size, said, holds, claimed(e, place >= at)
     )
@@ -313,7 +317,9 @@ def nondeterministic(e: Evidence, tests: int) -> Finding:
     apart = tested(sums, lambda s: 1 - s[..., 0] / np.maximum(s[..., 1], 1e-30), unlike, tests)
     said = f"d of one token in one context correlates by {1 - apart.value:.2f} between samples"
     rest = e.clean.d * np.sqrt(1 - np.clip(np.nan_to_num(apart.value), 0, 1))
-    return found_as("nondeterministic", apart, "1 - correlation", said, also=e.too_large(e.clean, tests).p, rest=rest)
+    throughout = float((np.abs(e.clean.telling.u) > e.usual).mean()) > of("nondeterministic").far
+    return found_as("nondeterministic", apart, "1 - correlation", said, also=e.too_large(e.clean, tests).p, rest=rest,
+                    holds=throughout)  # fmt: skip
 
 
 def size(e: Evidence, tests: int) -> Finding:

@@ -25,6 +25,9 @@ _TAIL = 4.0  # root mean squares: |u| beyond counts as so much
 def weights(e: Evidence, tests: int) -> Finding:
     """Correlation of u between the same token in different prompts (or sequences), each token id by its own pairs.
 
+    Of what follows the same word in several prompts one is taken at random: texts that a policy knows by heart come in
+    several prompts, and there rounding is alike.
+
     r = sum_v w_v sum_{i<j} u_i u_j / sum_v w_v n_v mean(u^2), over pairs i, j of token v in two units, n_v of them, w_v
     = 1 / (occurrences - 1). H0: r is at most 0.03.
     """
@@ -34,8 +37,9 @@ def weights(e: Evidence, tests: int) -> Finding:
     if any(s.learner_version is not None and s.rollout_version not in (None, s.learner_version)
            for s in e.dump.sequences):  # fmt: skip
         return untested("weights", "the dump says that other weights sampled: that is no news")
-    token, beyond = e.texts[e.places[e.telling]], e.too_large(t, tests).p
-    found, pairs = _likeness(token, t, _levelled(t), b.correlation[beyond < LEVEL / tests], tests)
+    beyond, places = e.too_large(t, tests).p, e.places[e.telling]
+    token, before = e.texts[places], e.texts[places - 1]
+    found, pairs = _likeness(token, t, _levelled(t), b.correlation[beyond < LEVEL / tests], tests, before)
     if pairs < b.fewest:
         return untested("weights", f"{pairs} pairs of one token in two prompts; {b.fewest} at least")
     said = f"u of the same token in different prompts correlates by {found.value:.2f}, and rounding does not"
@@ -60,8 +64,11 @@ def _levelled(t: Tokens) -> Array:
     return u
 
 
-def _likeness(key: Array, t: Tokens, u: Array, bound: float, tests: int) -> tuple[Tested, int]:
-    """The jackknife's test of r (``weights``), and how many pairs it is of."""
+def _likeness(key: Array, t: Tokens, u: Array, bound: float, tests: int, before: Array) -> tuple[Tested, int]:
+    """The jackknife's test of r (``weights``), and how many pairs it is of. ``before``: the word before each."""
+    order = np.random.default_rng(0).permutation(len(key))
+    first = order[np.unique(np.stack([key, before], 1)[order], axis=0, return_index=True)[1]]
+    key, u, t = key[first], u[first], t.where(first)
     key, unit = (ranked(column, int(column.max())) for column in (key, t.unit))
     units = int(unit.max()) + 1
     number = key * units + unit

@@ -25,6 +25,7 @@ SIGNATURES: dict[str, Test] = {
     "not_logprobs": values.not_logprobs,
     "repeated": fields.repeated,
     "summed": fields.summed,
+    "clipped_gap": fields.clipped_gap,
     "unnormalised": values.unnormalised,
     "nonfinite": values.nonfinite,
     "cut_off": values.cut_off,
@@ -35,10 +36,12 @@ SIGNATURES: dict[str, Test] = {
     "moved_from": changes.moved_from,
     "rows": values.rows,
     "argmax": values.argmax,
+    "raised": fields.raised,
     "min_tokens": rules.min_tokens,
     "support": values.support,
     "temperature": values.temperature,
     "soft_cap": values.soft_cap,
+    "unrelated": values.unrelated,
     "repetition": locations.repetition,
     "logit_bias": rules.logit_bias,
     "end_token": locations.end_token,
@@ -101,6 +104,8 @@ def causes(evidence: Evidence, every: Sequence[Finding]) -> list[Finding]:
     if first is None or first.rest is None or first.exact:
         return (exact or ([first] if first else []))[:2]
     second, share = _second(evidence, first)
+    if first.name == "some_sequences" and not exact and (inner := _of_some(evidence, first)) is not None:
+        return [inner]
     found = [*exact, first, *([second] if second is not None else [])]
     enough = cause_of(every) is not None or first.share + share >= TOGETHER
     return found[:2] if enough else exact
@@ -125,6 +130,20 @@ def _second(evidence: Evidence, first: Finding) -> tuple[Finding | None, float]:
     total = max(float(np.square(evidence.clean.d).sum()), 1e-30)
     share = second.share * float(np.square(left.clean.d).sum()) / total
     return (replace(second, share=share), share) if share > SECOND else (None, 0.0)
+
+
+def _of_some(whole: Evidence, some: Finding) -> Finding | None:
+    """What is wrong with the sequences that differ, where their values say it; None where they are of other weights or
+    of another prompt, which is no more than that they differ."""
+    odd = np.unique(whole.clean.sequence[np.isnan(some.rest)])
+    alone = replace(whole.dump, sequences=[whole.dump.sequences[place] for place in odd.tolist()])
+    part_of = Evidence.of(alone, whole.usual)
+    inner = cause_of(findings(part_of))
+    if inner is None or part(inner.name).of not in ("value", "law") or inner.name == "nondeterministic":
+        return None
+    sequences = len(np.unique(whole.clean.sequence))
+    said = f"in {len(odd)} of {sequences} sequences: {inner.said}"
+    return replace(inner, said=said, share=inner.share * some.share, rest=None, by_number=some.by_number)
 
 
 def _law_and_place(whole: Evidence) -> list[Finding]:

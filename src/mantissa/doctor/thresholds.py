@@ -30,6 +30,7 @@ MATTERS = 0.1  # of the usual: a part below it is rounding that fell otherwise
 OWN = 30.0  # times as large as another part of the same dump: that part is then the usual
 GRID = 0.99  # of 20 values or more, that lie on a grid
 SURE_ZERO = (-1.0, -1e-3)  # nats: a 0 beside the first is no probability; nor are the side's others beside the second
+CUT_LAW = (-0.01, 0.02, 0.05)  # nats; of a cut law's other values at most so many above; and of all so many are 0
 
 # from findings to a verdict
 ENOUGH = 0.5  # of sum d^2: what explains less is no verdict
@@ -40,6 +41,7 @@ TOGETHER = 0.65  # and both together so much
 SECOND = 0.1  # of sum d^2, that a second fault must hold at least
 WORTH = 0.001  # of sum d^2: beside a fault, a habit that explains less is no news
 CURVE = 0.6  # of sum d^2 on a curve in the log-prob: a law is in it, and a shape may be the law's
+MOST_ALONE, ONE_WAY = 0.5, 0.95  # of sum d^2 in single tokens, or of one sign: its shape is none of a whole gap
 ALIKE = 0.1  # correlation of u over the same token: other weights have as much or more
 NOTHING = 1e-5  # nats, root mean square of d: below it nothing is to be done, whatever the formats
 TWICE = 0.25  # of the sequences stand there before: then each counts once
@@ -68,12 +70,14 @@ RULE = 0.5  # of sum u^2 in tokens far beyond the usual: they rule the gap
 NEVER = 1000.0  # nats: no softmax of a model gives so little, be it once; above, nothing is a log-prob
 DRAWN = -28.0  # nats: of 4 million tokens and 250,000 words, none that was sampled is expected below
 RARE = -9.0  # nats: from here on a value that is repeated is looked at
+CONSTANT = 3  # times, of a whole number
 REPEATED = 8  # times, above ``DRAWN``
 NOT_SCORED = (1.0, 0.9)  # nats: a side that scored the token is so far from a filler, at so many of its tokens
 LONELY = 3  # times as many as of any value beside it: the values of a coarse grid have neighbours
 
 # a bound in place of a log-prob (fillers.cuts)
 CUT_TOKENS = 3  # at which it stands, at least
+CUT_LEAST = 0.01  # nats from 0, the bound
 CUT_APART = 0.3  # nats, or of the bound: so far beyond it the other side is clearly beyond
 CUT_ALL = 0.9  # of the tokens where the other side is clearly beyond
 CUT_MOST = 0.5  # of the tokens at which it stands
