@@ -121,15 +121,16 @@ def test_more_than_routers_move_is_not_healthy() -> None:
     assert asked(few, True).verdict is not Verdict.HEALTHY
 
 
-@pytest.mark.parametrize("size", [0.5, 3.0])
-def test_a_part_of_the_sequences_is_named_in_a_dump_that_says_nothing(size: float) -> None:
+@pytest.mark.parametrize(("size", "name"), [(0.5, "some_sequences"), (3.0, "unrelated")])
+def test_a_part_of_the_sequences_is_named_in_a_dump_that_says_nothing(size: float, name: str) -> None:
     draw = np.random.default_rng(2)
     part = iter(draw.permutation(128) < 32)
     rows = [dataclasses.replace(s, learner_logp=np.minimum(s.learner_logp + draw.normal(0, size * next(part) + 1e-9,
             len(s.mask)), -1e-4)) for s in dumps.healthy(32, 4, 32, size=0.02)]  # fmt: skip
     found = asked(rows, None)
     assert found.fault is not None, found.headline
-    assert found.fault.name == "some_sequences", found.headline
+    assert found.fault.name == name, found.headline
+    assert "32 of 128 sequences" in found.headline
 
 
 def test_the_fact_changes_nothing_for_a_gap_without_flights() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mantissa.doctor.diagnosis import Cut, Finding
-from mantissa.doctor.dump import Dump
+from mantissa.doctor.dump import Dump, Settings
 from mantissa.doctor.fillers import Filled, cleared, cuts, filled
 from mantissa.doctor.sample import (
     SIDES,
@@ -30,7 +30,7 @@ from mantissa.doctor.sample import (
     tested,
     tokens_of,
 )
-from mantissa.doctor.thresholds import CERTAIN, CUT_LAW, FEWEST, MATTERS, OWN, SURE_ZERO, WORST
+from mantissa.doctor.thresholds import CERTAIN, CUT_LAW, FEWEST, LIKELIEST, MATTERS, OWN, SURE_ZERO, WORST
 
 _PAIRS = 20_000
 
@@ -63,12 +63,12 @@ class Evidence:
         x, y = np.where(x_there, found.x, 0.0), np.where(y_there, found.y, 0.0)
         # A law cut by top-p may be sure where the whole one is not, and by top-p of 0.37 at the least. Where one side
         # is sure of less, its zeros are no probabilities.
-        zero = np.zeros(len(x), dtype=bool)
+        zero, both = np.zeros(len(x), dtype=bool), x_there & y_there
         for one, other in ((x, y), (y, x)):
-            if ((one == 0) & (other < SURE_ZERO[0])).any() and not _of_cut_law(one[x_there & y_there]):
+            if ((one == 0) & (other < SURE_ZERO[0])).any() and not _of_cut_law(one[both], other[both], dump.settings):
                 zero |= (one == 0) & (other < SURE_ZERO[1])
-        zero &= x_there & y_there
-        clean = found.where(x_there & y_there & ~zero & ~at_end.any(0))
+        zero &= both
+        clean = found.where(both & ~zero & ~at_end.any(0))
         dump = cleared(dump, found, fillers)
         return Evidence(dump, usual, found, np.stack([x_there, y_there]), fillers, ends, zero, clean)
 
@@ -180,10 +180,15 @@ class Evidence:
         return self._contexts[1]
 
 
-def _of_cut_law(one: Array) -> bool:
-    """Whether a side's zeros are those of tokens that stand alone in a top-p or min-p: then nothing else is near 0."""
+def _of_cut_law(one: Array, other: Array, settings: Settings) -> bool:
+    """Whether a side's zeros are those of tokens that stand alone in a top-p or min-p: nothing else is near 0, and the
+    dump names such a law or the other side is nearly sure of most of them."""
     zero, near = one == 0, (one < 0) & (one > CUT_LAW[0])
-    return bool(zero.mean() > CUT_LAW[2] and near.sum() <= CUT_LAW[1] * (~zero).sum()) if len(one) else False
+    if not zero.any():
+        return False
+    few = zero.mean() <= CUT_LAW[2] or near.sum() > CUT_LAW[1] * (~zero).sum()
+    named = (settings.top_p or 1.0) < 1 or (settings.top_k or 0) > 0
+    return not few and (named or float(np.median(other[zero])) > LIKELIEST / 2)
 
 
 Test = Callable[[Evidence, int], Finding]

@@ -219,8 +219,9 @@ def padding(e: Evidence, tests: int) -> Finding:
     quiet = t.where(np.isin(t.sequence, numbers[longest]))
     own = max(OWN * quiet.size, MATTERS * e.usual) if float((quiet.d == 0).mean()) < 0.5 else e.usual
     good = sizes <= min(e.usual, own)
-    k, n = int(longest.sum()), len(numbers)
-    p = float(np.exp(gammaln(k + 1) + gammaln(n - k + 1) - gammaln(n + 1)))
+    k, n, g = int(longest.sum()), len(numbers), int(good.sum())
+    # C(g, k) / C(n, k): that k sequences taken at random are all among the g healthy ones.
+    p = float(np.exp(gammaln(g + 1) - gammaln(g - k + 1) - gammaln(n + 1) + gammaln(n - k + 1))) if g >= k else 1.0
     holds = bool(good[longest].all()) and good[~longest].mean() < b.healthy
     said = (
         f"the {k} sequences of the longest prompt are healthy and {1 - good[~longest].mean():.0%} of the others are not"

@@ -25,9 +25,6 @@ _TAIL = 4.0  # root mean squares: |u| beyond counts as so much
 def weights(e: Evidence, tests: int) -> Finding:
     """Correlation of u between the same token in different prompts (or sequences), each token id by its own pairs.
 
-    Of what follows the same word in several prompts one is taken at random: texts that a policy knows by heart come in
-    several prompts, and there rounding is alike.
-
     r = sum_v w_v sum_{i<j} u_i u_j / sum_v w_v n_v mean(u^2), over pairs i, j of token v in two units, n_v of them, w_v
     = 1 / (occurrences - 1). H0: r is at most 0.03.
     """
@@ -38,8 +35,14 @@ def weights(e: Evidence, tests: int) -> Finding:
            for s in e.dump.sequences):  # fmt: skip
         return untested("weights", "the dump says that other weights sampled: that is no news")
     beyond, places = e.too_large(t, tests).p, e.places[e.telling]
-    token, before = e.texts[places], e.texts[places - 1]
-    found, pairs = _likeness(token, t, _levelled(t), b.correlation[beyond < LEVEL / tests], tests, before)
+    token, large = e.texts[places], beyond < LEVEL / tests
+    level = _levelled(t)
+    found, pairs = _likeness(token, t, level, b.correlation[large], tests)
+    also = 0.0
+    if not large:
+        # What is no larger than rounding may be rounding of texts that a policy knows by heart: there it is alike.
+        some = _once(token, e.texts[places - 1])
+        also = _likeness(token[some], t.where(some), level[some], b.correlation[0], tests)[0].p
     if pairs < b.fewest:
         return untested("weights", f"{pairs} pairs of one token in two prompts; {b.fewest} at least")
     said = f"u of the same token in different prompts correlates by {found.value:.2f}, and rounding does not"
@@ -48,7 +51,7 @@ def weights(e: Evidence, tests: int) -> Finding:
     # Two formats round the weights themselves, and one that is not named may be another: there size decides.
     times = _faded(e, 0.0, tests)
     holds = t.size > b.quiet * e.usual and (times is None or np.exp(times.value) > b.grown)
-    made = found_as("weights", found, "correlation", said, also=0.0 if told else beyond, holds=holds)
+    made = found_as("weights", found, "correlation", said, also=also if told else max(also, beyond), holds=holds)
     if times is None or b.perhaps[0] < np.exp(times.value) < b.perhaps[1]:
         return made
     return made.or_else("prompt" if times.value > 0 else "position")
@@ -64,11 +67,14 @@ def _levelled(t: Tokens) -> Array:
     return u
 
 
-def _likeness(key: Array, t: Tokens, u: Array, bound: float, tests: int, before: Array) -> tuple[Tested, int]:
-    """The jackknife's test of r (``weights``), and how many pairs it is of. ``before``: the word before each."""
-    order = np.random.default_rng(0).permutation(len(key))
-    first = order[np.unique(np.stack([key, before], 1)[order], axis=0, return_index=True)[1]]
-    key, u, t = key[first], u[first], t.where(first)
+def _once(token: Array, before: Array) -> Array:
+    """Of the places where a token follows the same word, one, taken at random."""
+    order = np.random.default_rng(0).permutation(len(token))
+    return np.sort(order[np.unique(np.stack([token, before], 1)[order], axis=0, return_index=True)[1]])
+
+
+def _likeness(key: Array, t: Tokens, u: Array, bound: float, tests: int) -> tuple[Tested, int]:
+    """The jackknife's test of r (``weights``), and how many pairs it is of."""
     key, unit = (ranked(column, int(column.max())) for column in (key, t.unit))
     units = int(unit.max()) + 1
     number = key * units + unit

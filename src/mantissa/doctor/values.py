@@ -535,6 +535,9 @@ def support(e: Evidence, tests: int) -> Finding:
     if clear:
         said += f", at all {far} of {len(t.u):,} tokens that differ far"
     throughout = not alone and lean > b.lean and t.size > e.usual * b.size
+    # A law is of all sequences: what differs far is not in few of them alone.
+    here = different(t.sequence[some.far])
+    holds = holds and here >= min(b.sequences * different(t.sequence), b.spread * far)
     return found_as("support", share, "nats", said, effect=broad, detectable=max(3 * other.size, e.usual * b.size),
                     holds=holds and (throughout or clear), also=0.0 if throughout else some.p,
                     rest=np.where(sign, 0.0, e.clean.d))  # fmt: skip
