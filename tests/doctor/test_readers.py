@@ -26,6 +26,7 @@ from hostile import attempt
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers import pickles
 from mantissa.doctor import readers
+from mantissa.doctor.isolated import Reading
 from mantissa.doctor.readers import read_dump
 
 SEQUENCES = dumps.healthy(prompts=3, samples=2, length=5)
@@ -363,3 +364,29 @@ def test_the_rollouts_half_of_slimes_dump_says_where_the_other_is(tmp_path: Path
     dumps.write_slime(tmp_path, SEQUENCES)
     with pytest.raises(MantissaError, match=r"train_data/7\.pt"):
         read_dump(tmp_path / "rollout_data" / "7.pt")
+
+
+def test_a_file_of_several_pairs_is_read_as_so_many_dumps(tmp_path: Path) -> None:
+    """As ``mantissa gap`` writes it: each pair with formats of its own, one after another."""
+    rows = dumps.healthy(prompts=8)
+    fine = dumps.write_plain(tmp_path / "fine.jsonl", rows, pair="fp32", rollout_format="fp32", learner_format="fp32")
+    half = dumps.write_plain(tmp_path / "half.jsonl", rows, pair="bf16", rollout_format="bf16", learner_format="bf16")
+    both = tmp_path / "completions.jsonl"
+    both.write_text(fine.read_text() + half.read_text())
+    dump = Reading(both).dump()
+    assert [(name, how.rollout_format) for name, how in dump.pairs] == [("fp32", "fp32"), ("bf16", "bf16")]
+    parts = dump.by_pair()
+    assert {name: (len(each.sequences), each.settings.learner_format) for name, each in parts.items()} == {
+        "fp32": (len(rows), "fp32"), "bf16": (len(rows), "bf16")}  # fmt: skip
+    assert Reading(fine).dump().pairs == ()  # one pair is a dump like any
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text(fine.read_text().replace('"pair": "fp32", ', "", 1) + half.read_text())
+    assert Reading(mixed).dump().by_pair().keys() == {""}
+
+
+@pytest.mark.parametrize("pair", ["3", '["a"]', f'"{"x" * 500}"'])
+def test_a_pair_without_a_name_is_refused(tmp_path: Path, pair: str) -> None:
+    row = f'{{"tokens": [1, 2], "prompt_length": 1, "rollout_logp": [-1], "learner_logp": [-1], "pair": {pair}}}\n'
+    (tmp_path / "odd.jsonl").write_text(row)
+    with pytest.raises(MantissaError, match="line 1: pair is"):
+        read_dump(tmp_path / "odd.jsonl")

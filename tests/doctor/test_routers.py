@@ -121,15 +121,16 @@ def test_more_than_routers_move_is_not_healthy() -> None:
     assert asked(few, True).verdict is not Verdict.HEALTHY
 
 
-@pytest.mark.parametrize("size", [0.5, 3.0])
-def test_a_part_of_the_sequences_is_named_in_a_dump_that_says_nothing(size: float) -> None:
+@pytest.mark.parametrize(("size", "name"), [(0.5, "some_sequences"), (3.0, "unrelated")])
+def test_a_part_of_the_sequences_is_named_in_a_dump_that_says_nothing(size: float, name: str) -> None:
     draw = np.random.default_rng(2)
     part = iter(draw.permutation(128) < 32)
     rows = [dataclasses.replace(s, learner_logp=np.minimum(s.learner_logp + draw.normal(0, size * next(part) + 1e-9,
             len(s.mask)), -1e-4)) for s in dumps.healthy(32, 4, 32, size=0.02)]  # fmt: skip
     found = asked(rows, None)
     assert found.fault is not None, found.headline
-    assert found.fault.name == "some_sequences", found.headline
+    assert found.fault.name == name, found.headline
+    assert "32 of 128 sequences" in found.headline
 
 
 def test_the_fact_changes_nothing_for_a_gap_without_flights() -> None:
@@ -144,8 +145,10 @@ def test_configurations_that_show_experts() -> None:
         assert routes({name: 8}) is True
         assert routes(SimpleNamespace(**{name: 8})) is True
         assert routes({"text_config": {name: 8}}) is True
-    for dense in ({}, {"num_local_experts": 1}, {"num_experts": None}, SimpleNamespace(hidden_size=4), None):
-        assert routes(dense) is None
+    for silent in ({}, {"num_local_experts": 1}, {"num_experts": None}, SimpleNamespace(hidden_size=4), None):
+        assert routes(silent) is None
+    for dense in ({"num_hidden_layers": 2}, {"n_layer": 2, "num_experts": 1}, {"text_config": {"num_layers": 2}}):
+        assert routes(dense) is False
 
 
 def test_a_plain_row_says_it_and_nonsense_is_refused(tmp_path: Path) -> None:

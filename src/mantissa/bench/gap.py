@@ -33,6 +33,7 @@ from mantissa.base.ranks import be_deterministic
 from mantissa.base.seeds import derive_seed
 from mantissa.bench.command import new_folder
 from mantissa.bench.options import PAIRS, GapConfig
+from mantissa.doctor.routers import routes
 from mantissa.kernels import Emulation, ResolvedPrecision, learner_kernels, resolve, rollout_kernels
 from mantissa.mismatch.metrics import gap_estimates
 from mantissa.model import Tokenizer, policy_weights
@@ -256,7 +257,7 @@ class _Bench:
         learner_BR = Scorer(self.model, learner_kernels(precision, plan), config.temperature, _MICRO_BATCH)(experience)
         seconds = {"sample_seconds": sampled - started, "score_seconds": time.perf_counter() - sampled}
         row = self._row(name, precision, experience, learner_BR, release) | seconds
-        return row | {"evidence": "; ".join(evidence.values())}, self._completions(name, groups, learner_BR)
+        return row | {"evidence": "; ".join(evidence.values())}, self._completions(name, precision, groups, learner_BR)
 
     def _experience(self, groups: Sequence[Sequence[Completion]]) -> Experience:
         completions = [completion for group in groups for completion in group]
@@ -303,10 +304,12 @@ class _Bench:
             row |= estimate.fields(figure)
         return row | stamp(config.device) | {"time": datetime.now(UTC).isoformat(timespec="seconds")}
 
-    def _completions(self, name: str, groups: Sequence[Sequence[Completion]], learner_BR: Tensor) -> list[Row]:
+    def _completions(
+        self, name: str, precision: ResolvedPrecision, groups: Sequence[Sequence[Completion]], learner_BR: Tensor
+    ) -> list[Row]:
         """Each completion's tokens with both log-probs, None where one is not finite."""
         flat = [(index, completion) for index, group in enumerate(groups) for completion in group]
-        rows = []
+        rows, experts = [], routes(self.model.config)
         for (index, completion), learner in zip(flat, learner_BR.cpu(), strict=True):
             count = len(completion.tokens)
             both = {"rollout_logp": completion.logp_T, "learner_logp": learner[:count]}
@@ -317,6 +320,9 @@ class _Bench:
                     "prompt_length": len(self.prompts[index]),
                     "tokens": [*self.prompts[index], *completion.tokens],
                     "temperature": self.config.temperature,
+                    "learner_format": precision.learner.active.name,
+                    "rollout_format": precision.rollout.active.name,
+                    "experts": experts,
                     "finish_reason": completion.finish_reason,
                     "text": self.tokenizer.decode(completion.tokens),
                 }
@@ -356,7 +362,7 @@ class _TransformersBench(_Bench):
         row = self._row(name, precision, experience, learner_BR, "transformers") | seconds
         kernels = {"kernels": "transformers" if adopted is None else "exact, adopted"}
         evidence = {"evidence": "" if adopted is None else adopted.lines[-1]}
-        return row | kernels | evidence, self._completions(name, groups, learner_BR)
+        return row | kernels | evidence, self._completions(name, precision, groups, learner_BR)
 
 
 TRANSFORMERS_PAIRS = ("fp32", "bf16", "fp16", "bf16/fp16", "fp32+exact", "exact")

@@ -39,7 +39,8 @@ _Map = Annotated[
 _MODEL = "Of the tokens: find causes by scoring them again. A run's own folder: its checkpoints."
 _OTHER = "Weights that one side may have had in place of these."
 _BY_LAYER = "Follow both sides, as found, through the layers."
-_EXPERTS = "The policy is a mixture of experts, where the dump does not say it."
+_EXPERTS = "The policy is a mixture of experts, or is none, where the dump does not say it."
+_PAIR = "Of a file of mantissa gap: the one pair to diagnose."
 _ENGINE = "Ask a live server for the rollout's log-probs, with --model."
 
 _there = there("a run, a dump of log-probs, or a training log")
@@ -57,7 +58,8 @@ def doctor(
     source: _Source,
     framework: _From = None,
     columns: _Map = "",
-    experts: Annotated[bool, typer.Option("--experts", help=_EXPERTS)] = False,
+    experts: Annotated[bool | None, typer.Option("--experts/--dense", help=_EXPERTS, show_default="unknown")] = None,
+    pair: Annotated[str | None, typer.Option(metavar="NAME", help=_PAIR, show_default="each")] = None,
     out: _Out = None,
     model: Annotated[str | None, typer.Option(help=_MODEL)] = None,
     other: Annotated[str | None, typer.Option(metavar="MODEL", help=_OTHER)] = None,
@@ -94,11 +96,12 @@ def doctor(
     with given(source) as path:
         found = _read(path, framework, columns)
         if isinstance(found, Dump):
-            dump = replace(found, settings=replace(found.settings, experts=True)) if experts else found
             with_model = (model, other, engine, by_layer, sequences, device)
-            code = _diagnose(dump, with_model, framework, out, explain)
-        elif model is not None or experts:
-            raise MantissaError(f"{source}: a log holds no tokens: leave --model and --experts out, or give a dump")
+            code = _diagnose(_parts(found, pair, experts), with_model, framework, out, explain)
+        elif model is not None or pair is not None or experts is not None:
+            raise MantissaError(
+                f"{source}: a log holds no tokens: leave --model, --pair and --experts out, or give a dump"
+            )
         else:
             code = _diagnose_log(found, out, explain)
     raise typer.Exit(code)
@@ -119,14 +122,13 @@ def _read(path: Path, framework: str | None, columns: str) -> Dump | Log:
 
 
 def _diagnose(
-    dump: Dump,
+    parts: dict[str, Dump],
     with_model: tuple[str | None, str | None, str | None, bool, int, str],
     framework: str | None,
     out: Path | None,
     explain: bool,
 ) -> int:
     """Say what log-probs show; returns the exit code."""
-    from mantissa.doctor.diagnosis import Verdict
     from mantissa.doctor.examine import examine
 
     model, other, engine, by_layer, sequences, device = with_model
@@ -134,6 +136,14 @@ def _diagnose(
     for name, given in (("--engine", engine), ("--other", other), ("--by-layer", by_layer)):
         if given and model is None:
             raise MantissaError(f"{name} needs the model that the tokens are of: give --model too")
+    if len(parts) > 1:
+        if model is not None or out is not None:
+            raise MantissaError(f"the file holds {len(parts)} pairs: say which, --pair {next(iter(parts))!r}")
+        found = {name: examine(part) for name, part in parts.items()}
+        for name, each in found.items():
+            _show_pair(name, parts[name], each, framework, explain)
+        return max(_code(each) for each in found.values())
+    ((_, dump),) = parts.items()
     if model is None:
         diagnosis = examine(dump)
         _show(dump, diagnosis, framework, explain)
@@ -144,14 +154,13 @@ def _diagnose(
         from mantissa.doctor.page import write_page
 
         typer.echo(f"page: {write_page(dump, diagnosis, out, further)}")
-    return 0 if diagnosis.verdict in (Verdict.HEALTHY, Verdict.UNKNOWN) else 1
+    return _code(diagnosis)
 
 
 def _diagnose_log(log: Log, out: Path | None, explain: bool) -> int:
     """Say what curves show; returns the exit code."""
     from mantissa.doctor.curve_page import lines, write_log_page
     from mantissa.doctor.curves import examine_log
-    from mantissa.doctor.diagnosis import Verdict
 
     diagnosis = examine_log(log)
     console = screen(100)
@@ -161,7 +170,41 @@ def _diagnose_log(log: Log, out: Path | None, explain: bool) -> int:
         _show_tests(diagnosis)
     if out is not None:
         typer.echo(f"page: {write_log_page(log, diagnosis, out)}")
+    return _code(diagnosis)
+
+
+def _code(diagnosis: Diagnosis) -> int:
+    """The exit code of an answer."""
+    from mantissa.doctor.diagnosis import Verdict
+
     return 0 if diagnosis.verdict in (Verdict.HEALTHY, Verdict.UNKNOWN) else 1
+
+
+def _parts(dump: Dump, pair: str | None, experts: bool | None) -> dict[str, Dump]:
+    """What is diagnosed by itself: each pair of a file that holds several, or the one asked for; else the whole."""
+    parts = dump.by_pair()
+    if pair is not None:
+        if pair not in parts:
+            known = ", ".join(parts) if dump.pairs else "none"
+            raise MantissaError(f"--pair {pair}: {dump.path} holds {known}")
+        parts = {pair: parts[pair]}
+    if experts is None:
+        return parts
+    return {name: replace(part, settings=replace(part.settings, experts=experts)) for name, part in parts.items()}
+
+
+def _show_pair(name: str, dump: Dump, diagnosis: Diagnosis, framework: str | None, explain: bool) -> None:
+    """One pair of several: its answer, and the rest where something is wrong."""
+    from rich.text import Text
+
+    from mantissa.doctor.words import first_line
+
+    console = screen(100)
+    console.print(Text(f"pair {name}", style="bold"))
+    if _code(diagnosis) or explain:
+        _show(dump, diagnosis, framework, explain)
+    else:
+        console.print(f"{first_line(diagnosis)}\n{diagnosis.headline}")
 
 
 def _with_model(

@@ -31,7 +31,7 @@ class _Moved:
 
 
 def moved_from(e: Evidence, tests: int) -> Finding:
-    """Sequences of which both sides agree up to a token, and from it on agree when one is moved by one or two.
+    """Sequences of which both sides agree up to a token, or at none, and from there on when one is moved by one or two.
 
     H0: as many are so by chance as when one is moved by five or six.
     """
@@ -56,19 +56,23 @@ def moved_from(e: Evidence, tests: int) -> Finding:
     hits = len(by)
     p0 = (chance + 1) / (len(long) + 2)
     p = float(bdtrc(hits - 1, len(long), p0)) if hits >= b.fewest else 1.0
-    said = f"{hits} of {len(long)} sequences agree up to a token and from it on when they are moved"
+    said = f"{hits} of {len(long)} sequences agree when they are moved"
     if by:
-        numbers = ", ".join(f"{k:+d}" for k in sorted(set(by)))
-        said += f" by {numbers}; the middle one of these tokens is number {int(np.median(first)) + 1} of the response"
+        numbers, whole = ", ".join(f"{k:+d}" for k in sorted(set(by))), sum(at == 0 for at in first)
+        said += f" by {numbers}, {whole} of them from their first token on and {hits - whole} from a later one"
     return Finding("moved_from", True, p, hits / len(long), "of sequences", FEWEST / len(long), said,
                    rest=claimed(e, moved))  # fmt: skip
 
 
 def _moved(x: Array, y: Array, u: Array, position: Array, shifts: tuple[int, ...], usual: float) -> _Moved | None:
-    """The best place and shift of one sequence; None where none is. At the place itself neither may fit."""
+    """The best place and shift of one sequence; None where none is. At the place itself neither may fit. Where fewer
+    than two tokens agree before it, it is the whole sequence that moved."""
     best, kept, b = 0.0, None, of("moved_from")
     here, far = np.minimum(np.abs(u), CAP), np.flatnonzero(np.abs(u) > b.far * usual)
-    if not len(far) or far[0] < b.before or float(np.sqrt(np.square(here[: far[0]]).mean())) > usual:
+    if not len(far):
+        return None
+    start = int(far[0]) if far[0] >= b.before else 0
+    if start and float(np.sqrt(np.square(here[:start]).mean())) > usual:
         return None
     for k in shifts:
         there = np.arange(len(x)) + k
@@ -78,11 +82,11 @@ def _moved(x: Array, y: Array, u: Array, position: Array, shifts: tuple[int, ...
         d = y[there] - x
         moved = np.minimum(np.abs(d / np.maximum(-np.expm1(np.minimum(np.minimum(y[there], x), 0.0)), CERTAIN)), CAP)
         gain = np.cumsum(np.where(real, here - moved, 0.0)[::-1])[::-1]
-        at = int(np.argmax(gain[far[0] : far[0] + b.between])) + int(far[0])
+        at = int(np.argmax(gain[start : start + b.between])) + start if start else 0
         after = real & (np.arange(len(x)) >= at)
         if gain[at] <= best or after.sum() < b.tail or np.median(here[after]) < b.times * np.median(moved[after]):
             continue
-        best, kept = float(gain[at]), _Moved(k, int(far[0]))
+        best, kept = float(gain[at]), _Moved(k, start)
     return kept
 
 

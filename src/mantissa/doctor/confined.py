@@ -44,7 +44,7 @@ ARRAYS = {
     "tokens": "<i8", "rollout_logp": "<f8", "learner_logp": "<f8", "mask": "|u1", "flipped": "|u1",
     "kept_counts": "<i8", "kept": "<i8",
 }  # fmt: skip
-NUMBERS = ("rollout_version", "learner_version", "group")
+NUMBERS = ("rollout_version", "learner_version", "group", "pair")
 LONGEST_TEXT = 2000  # of an error
 _WHY = "expected whole numbers of at most 63 bits; write the file again"
 
@@ -82,6 +82,8 @@ def _message(found: Dump | Log) -> tuple[dict[str, Any], list[np.ndarray]]:
     counts, arrays = packed(found)
     header = {"framework": found.framework, "settings": asdict(found.settings), "run": found.run is not None,
               "notes": list(found.notes), "counts": counts}  # fmt: skip
+    if found.pairs:
+        header["pairs"] = [[name, asdict(how)] for name, how in found.pairs]
     return header, arrays
 
 

@@ -135,6 +135,24 @@ class Filler:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """A bound ``at`` which one ``side``'s log-probs end (``below``: none is smaller; else none is larger), which stands
+    at ``tokens`` in place of what the other side has beyond it."""
+
+    side: Which
+    at: float
+    below: bool
+    tokens: int
+
+    def __str__(self) -> str:
+        word, others = ("below", "lower") if self.below else ("above", "higher")
+        return (
+            f"the {self.side} has nothing {word} {self.at:g}, which stands at {self.tokens:,} tokens in place of "
+            f"{others} ones of the other side"
+        )
+
+
+@dataclass(frozen=True)
 class Finding:
     """One test of one signature. ``name``: the fault's key in ``facts.yaml``, e.g. ``temperature``.
 

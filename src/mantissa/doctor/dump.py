@@ -6,7 +6,7 @@ Legend: S sequences, N response positions of all of them, d = log-prob by the le
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,8 @@ class Scored:
     gave none. ``mask``: bool [R], False where a position is not to be compared (a tool's answer, padding).
     ``rollout_version``, ``learner_version``: of each side's weights. ``group``: what shares a prompt. ``flipped``: bool
     [R], where the two sides chose other experts. ``kept``: int64 ids of the tokens that the rollout's top-k and top-p
-    left, for each position; None where nothing was cut. Each of the last five is None where the file does not say.
+    left, for each position; None where nothing was cut. ``pair``: the number of its pair in the dump's ``pairs``. Each
+    of the last six is None where the file does not say.
     """
 
     tokens: np.ndarray
@@ -33,6 +34,7 @@ class Scored:
     group: int | None = None
     flipped: np.ndarray | None = None
     kept: Sequence[np.ndarray | None] | None = None
+    pair: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Dump:
     """What a file or a run holds. ``framework``: who wrote it (``mantissa``, ``nemo-rl``, ..., ``plain``).
 
     ``path``: where it was read. ``run``: the run's folder where it is one of ours. ``notes``: what was left out.
+    ``pairs``: of a file that holds several policies beside one another (``mantissa gap``), each one's name and
+    settings.
     """
 
     framework: str
@@ -68,6 +72,16 @@ class Dump:
     settings: Settings = field(default_factory=Settings)
     run: Path | None = None
     notes: tuple[str, ...] = ()
+    pairs: tuple[tuple[str, Settings], ...] = ()
+
+    def by_pair(self) -> dict[str, Dump]:
+        """The sequences of each pair by its name; the whole under "" where the file holds no pairs."""
+        if not self.pairs:
+            return {"": self}
+        return {
+            name: replace(self, sequences=[each for each in self.sequences if each.pair == n], settings=how, pairs=())
+            for n, (name, how) in enumerate(self.pairs)
+        }
 
     @property
     def routed(self) -> bool:

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from mantissa.doctor.diagnosis import Finding
-from mantissa.doctor.dump import Dump
-from mantissa.doctor.fillers import Filled, cleared, filled
+from mantissa.doctor.diagnosis import Cut, Finding
+from mantissa.doctor.dump import Dump, Settings
+from mantissa.doctor.fillers import Filled, cleared, cuts, filled
 from mantissa.doctor.sample import (
     SIDES,
     Array,
@@ -30,7 +30,7 @@ from mantissa.doctor.sample import (
     tested,
     tokens_of,
 )
-from mantissa.doctor.thresholds import CERTAIN, FEWEST, SURE_ZERO, WORST
+from mantissa.doctor.thresholds import CERTAIN, CUT_LAW, FEWEST, LIKELIEST, MATTERS, OWN, SURE_ZERO, WORST
 
 _PAIRS = 20_000
 
@@ -40,8 +40,8 @@ class Evidence:
     """``dump``: without its fillers. ``usual``: the largest size of u of a healthy gap in its formats.
 
     ``all``: every compared position; ``there``: bool [2, all], where the rollout and the learner have a number that
-    is no filler; ``filled``: the fillers; ``zeros``: bool [all], where one side has a 0 that is no probability;
-    ``clean``: those that both sides scored.
+    is no filler; ``filled``: the fillers; ``cuts``: bounds at which one side's end; ``zeros``: bool [all], where one
+    side has a 0 that is no probability; ``clean``: those that both sides scored, and no bound cut.
     """
 
     dump: Dump
@@ -49,6 +49,7 @@ class Evidence:
     all: Tokens
     there: Array
     filled: Filled
+    cuts: tuple[Cut, ...]
     zeros: Array
     clean: Tokens
     shared: dict[str, Any] = field(init=False, default_factory=dict)  # what one test found and another needs
@@ -56,19 +57,20 @@ class Evidence:
     @staticmethod
     def of(dump: Dump, usual: float) -> Evidence:
         found, x_there, y_there = tokens_of(dump)
-        fillers = filled(dump, found)
+        ends, at_end = cuts(found)
+        fillers = filled(dump, found, at_end)
         x_there, y_there = x_there & ~fillers.where[0], y_there & ~fillers.where[1]
         x, y = np.where(x_there, found.x, 0.0), np.where(y_there, found.y, 0.0)
         # A law cut by top-p may be sure where the whole one is not, and by top-p of 0.37 at the least. Where one side
         # is sure of less, its zeros are no probabilities.
-        zero = np.zeros(len(x), dtype=bool)
+        zero, both = np.zeros(len(x), dtype=bool), x_there & y_there
         for one, other in ((x, y), (y, x)):
-            if ((one == 0) & (other < SURE_ZERO[0])).any():
+            if ((one == 0) & (other < SURE_ZERO[0])).any() and not _of_cut_law(one[both], other[both], dump.settings):
                 zero |= (one == 0) & (other < SURE_ZERO[1])
-        zero &= x_there & y_there
-        clean = found.where(x_there & y_there & ~zero)
+        zero &= both
+        clean = found.where(both & ~zero & ~at_end.any(0))
         dump = cleared(dump, found, fillers)
-        return Evidence(dump, usual, found, np.stack([x_there, y_there]), fillers, zero, clean)
+        return Evidence(dump, usual, found, np.stack([x_there, y_there]), fillers, ends, zero, clean)
 
     @property
     def one_sided(self) -> Array:
@@ -79,6 +81,14 @@ class Evidence:
         """Whether the size of u is beyond the usual."""
         t = tokens.telling
         return tested(sums_by(t.unit, t.u**2, np.ones_like(t.u)), log_rms, float(np.log(self.usual * factor)), tests)
+
+    def beyond(self, tokens: Tokens, quiet: Tokens, tests: int) -> Tested:
+        """Whether the size of u of a part is beyond the usual, or beyond ``OWN`` times that of a ``quiet`` part, which
+        shows what is usual here. One that is mostly equal to the last bit was computed alike, and shows nothing."""
+        u = quiet.telling.u
+        shows = len(u) > 0 and float((u == 0).mean()) < 0.5
+        own = max(OWN * quiet.size, MATTERS * self.usual) if shows else self.usual
+        return self.too_large(tokens, tests, min(1.0, own / self.usual))
 
     @cached_property
     def grids(self) -> tuple[Grid | None, Grid | None]:
@@ -168,6 +178,17 @@ class Evidence:
     def again(self) -> list[tuple[int, int, Array]]:
         """(prompt, position, [samples, 2] both sides' log-probs) of each word drawn more than once in one context."""
         return self._contexts[1]
+
+
+def _of_cut_law(one: Array, other: Array, settings: Settings) -> bool:
+    """Whether a side's zeros are those of tokens that stand alone in a top-p or min-p: nothing else is near 0, and the
+    dump names such a law or the other side is nearly sure of most of them."""
+    zero, near = one == 0, (one < 0) & (one > CUT_LAW[0])
+    if not zero.any():
+        return False
+    few = zero.mean() <= CUT_LAW[2] or near.sum() > CUT_LAW[1] * (~zero).sum()
+    named = (settings.top_p or 1.0) < 1 or (settings.top_k or 0) > 0
+    return not few and (named or float(np.median(other[zero])) > LIKELIEST / 2)
 
 
 Test = Callable[[Evidence, int], Finding]

@@ -14,18 +14,24 @@ from mantissa.doctor.diagnosis import Basis, Diagnosis, Finding, Verdict
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.facts import Usual, coarser, facts, part, usual
+from mantissa.doctor.fields import copied, distinct
 from mantissa.doctor.populations import seen_in_a_quarter
 from mantissa.doctor.routers import Outliers, flights, may_be
-from mantissa.doctor.sample import Tokens, different
+from mantissa.doctor.sample import SIDES, Tokens, different
 from mantissa.doctor.signatures import causes, findings
 from mantissa.doctor.thresholds import (
+    ABOVE_ZERO,
     ALIKE,
     BLIND,
+    COPIED,
     CURVE,
     FAR,
     HEALTHY_SEQUENCES,
     HEALTHY_TOKENS,
+    MOST_ALONE,
+    MOST_ROUTED,
     NOTHING,
+    ONE_WAY,
     SINGLE,
     WORTH,
     of,
@@ -38,8 +44,19 @@ def examine(dump: Dump) -> Diagnosis:
     Single tokens that fly, as where routers disagree, are no fault of a mixture of experts: the others are judged. Of a
     policy of which nothing says whether it is a mixture, the answer is then not known.
     """
+    dump, again = distinct(dump)
     evidence = Evidence.of(dump, usual(dump.settings).bound)
-    found = _examined(evidence)
+    found = _routed(evidence)
+    said = [words.twice(again, again + len(dump.sequences))] if again else []
+    copies, of_these = copied(evidence.clean)
+    if COPIED * of_these < copies < of_these:
+        said.append(words.copies(copies, of_these))
+    return replace(found, remarks=(*said, *found.remarks))
+
+
+def _routed(evidence: Evidence) -> Diagnosis:
+    """The diagnosis, in which tokens of other experts are none of a fault."""
+    dump, found = evidence.dump, _examined(evidence)
     faults = [each for each in (found.fault, found.second) if each is not None]
     named = {each.name for each in faults}
     few = tuple(name for name, row in facts().faults.items() if "few" in row.verdict.routers)
@@ -59,6 +76,8 @@ def examine(dump: Dump) -> Diagnosis:
         return _unexplained(found, flown, said) if flown.fly and named & {*few, "too_large"} else found
     if not named and not flown.fly:
         return found
+    if found.figures["d_rms"] > MOST_ROUTED:
+        return _unexplained(found, flown, said)
     quiet = evidence.after(np.where(flown.where, np.nan, evidence.clean.d))
     others = _examined(Evidence.of(quiet, evidence.usual), few)
     if others.verdict is Verdict.HEALTHY:
@@ -90,6 +109,8 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
     large = [each for each in every if each.found and each.name == "too_large"]
     curve = max((each.share for each in every if each.name in ("temperature", "soft_cap") and each.tested), default=0.0)
     shapes = [each for each in every if each.found and part(each.name).of == "shape" and curve < CURVE]
+    if _shapeless(evidence, every):
+        shapes = []
     # Remarks, where the whole gap is healthy; a mixture's few tokens may make it somewhat larger.
     most = {each.name: part(each.name).remark * expected.bound for each in every}
     remarks = [name for name in most if not large and most[name] and figures["u_rms"] <= most[name]]
@@ -114,11 +135,13 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
         verdict, basis, headline = Verdict.UNKNOWN, Basis.FEW, why.headline
     else:
         verdict, basis = Verdict.HEALTHY, _healthy(figures, size)
-        headline = words.healthy(basis, _sizes(figures, evidence, expected, size, len(every)))
+        headline = words.healthy(basis, _sizes(figures, evidence, expected, size, len(every)), dump.framework)
     causing = [*named, *(large[:1] if not named else ())]
     remedies = tuple(
         dict.fromkeys(r for each in causing for name in (each.name, *each.also) for r in table[name].remedies)
     )
+    if basis is Basis.EQUAL and words.may_be_copied(dump.framework):
+        remedies = ("both_sides",)
     formats = {dump.settings.learner_format, dump.settings.rollout_format} - {None}
     if len(formats) == 2 and verdict in (Verdict.HEALTHY, Verdict.LARGE) and figures["d_rms"] > NOTHING:
         remedies = ("one_format", *remedies)  # healthy for two formats, and many times what one format would have
@@ -128,6 +151,16 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
         second=named[1] if len(named) > 1 else None, why=why.short if why else "", fillers=evidence.filled.fillers,
         remarks=(*_left_out(evidence, causing, figures, expected), *_remarks(every, causing, bool(large))),
     )  # fmt: skip
+
+
+def _shapeless(e: Evidence, every: Sequence[Finding]) -> bool:
+    """Whether a gap's shape says nothing: single tokens make it, it is of one sign, which neither weights nor a prompt
+    give, or what it is of was rounded, which moves near certain tokens as they do."""
+    d = e.clean.d
+    alone = any(each.found and each.share > MOST_ALONE for each in every if each.name in ("single_tokens", "experts"))
+    total = max(float(np.square(d).sum()), 1e-30)
+    up = float(np.square(d[d > 0]).sum()) / total
+    return alone or max(up, 1 - up) > ONE_WAY or any(e.grids)
 
 
 def _repeats(every: Sequence[Finding]) -> bool:
@@ -162,12 +195,15 @@ def _remarks(every: Sequence[Finding], causing: Sequence[Finding], large: bool) 
 def _left_out(
     e: Evidence, causing: Sequence[Finding], figures: dict[str, Any], expected: Usual
 ) -> tuple[str, ...]:  # fmt: skip
-    """What was not compared, where no finding says it, and what the compared tokens are."""
-    if not e.filled.fillers:
-        return ()
+    """What was not compared, where no finding says it, and what the compared tokens are; and values above 0."""
+    above = [float(side[there].max(initial=0.0)) for side, there in zip((e.all.x, e.all.y), e.there, strict=True)]
+    alone = any(part(each.name).alone for each in causing)
+    odd = () if alone or max(above) <= ABOVE_ZERO else (words.above_zero(SIDES[int(np.argmax(above))], max(above)),)
+    if not e.filled.fillers and not e.cuts:
+        return odd
     told = any(part(each.name).left_out for each in causing)
-    left_out = () if told else tuple(f"not compared: {each}" for each in e.filled.fillers)
-    return (*left_out, words.others(figures, expected.bound))
+    left_out = () if told else tuple(f"not compared: {each}" for each in (*e.filled.fillers, *e.cuts))
+    return (*odd, *left_out, words.others(figures, expected.bound))
 
 
 def _too_few(e: Evidence, figures: dict[str, Any], size: Finding, expected: Usual) -> words.Why | None:

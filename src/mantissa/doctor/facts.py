@@ -43,7 +43,8 @@ class Part(_Row):
     ``one_side``: it is seen in one side's log-probs alone. ``left_out``: it says what was not compared. ``routers``:
     it is not told from ``few`` tokens that other experts had, or from ``many``. ``rounding``: a habit, and no fault
     where the gap is of the usual size. ``remark``: and so in a gap of up to so many times the usual. ``tries``: what
-    a model is asked about first, where log-probs leave more than one cause; None where there is one.
+    a model is asked about first, where log-probs leave more than one cause; None where there is one. ``alone``: nothing
+    else is judged of such numbers.
     """
 
     of: Literal["value", "law", "place", "shape", "size"] = "value"
@@ -54,6 +55,7 @@ class Part(_Row):
     rounding: bool = False
     remark: float = 0.0
     tries: tuple[CauseKind, ...] | None = None
+    alone: bool = False
 
 
 class Fault(_Row):

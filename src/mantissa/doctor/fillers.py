@@ -1,4 +1,4 @@
-"""What stands in place of a log-prob: -9999, -1e9, log 1e-10, the lowest number of a format.
+"""What stands in place of a log-prob: -9999, -1e9, log 1e-10, the lowest number of a format; a bound.
 
 A log-softmax of different contexts does not give one value to the bit, least of all one so low that sampling does not
 draw it. Such a value was put there: the side did not score the token. It is found before anything is compared.
@@ -12,10 +12,23 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mantissa.doctor.diagnosis import Filler
+from mantissa.doctor.diagnosis import Cut, Filler
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.sample import SIDES, Array, Tokens, grid_of, tokens_of
-from mantissa.doctor.thresholds import DRAWN, LONELY, NEVER, NOT_SCORED, RARE, REPEATED
+from mantissa.doctor.thresholds import (
+    CONSTANT,
+    CUT_ALL,
+    CUT_APART,
+    CUT_LEAST,
+    CUT_MOST,
+    CUT_TOKENS,
+    DRAWN,
+    LONELY,
+    NEVER,
+    NOT_SCORED,
+    RARE,
+    REPEATED,
+)
 
 
 @dataclass(frozen=True)
@@ -26,16 +39,46 @@ class Filled:
     where: Array
 
 
-def filled(dump: Dump, found: Tokens) -> Filled:
-    """The fillers among the compared positions ``found`` of a dump (``sample.tokens_of``)."""
-    where, fillers = np.zeros((2, len(found.x)), dtype=bool), list[Filler]()
+def cuts(found: Tokens) -> tuple[tuple[Cut, ...], Array]:
+    """Bounds at which one side's log-probs end where the other's go on; and bool [2, N], where they stand.
+
+    The smallest (largest) value of a side is such a bound where it stands at several tokens, at nearly all of those
+    where the other side is clearly beyond it, and the other side is beyond it at most of them.
+    """
+    where, made = np.zeros((2, len(found.x)), dtype=bool), list[Cut]()
     sides = found.x, found.y
     for side, (own, other) in enumerate((sides, sides[::-1])):
-        suspect = np.flatnonzero((own <= RARE) | (own >= NEVER))
+        both = np.isfinite(own) & np.isfinite(other) & (np.abs(own) < NEVER) & (np.abs(other) < NEVER)
+        for sign in (1.0, -1.0):
+            if not both.any():
+                continue
+            bound = float((sign * own[both]).min())
+            here = both & (sign * own == bound)
+            beyond = both & (sign * other < bound - min(CUT_APART, CUT_APART * abs(bound)))
+            # Near 0 what is certain ends, by the last bits of its logits.
+            if here.sum() < CUT_TOKENS or sign * bound > -CUT_LEAST or not beyond.any():
+                continue
+            if here[beyond].mean() < CUT_ALL or beyond[here].mean() < CUT_MOST:
+                continue
+            where[side] |= here
+            made.append(Cut(SIDES[side], sign * bound, sign > 0, int(here.sum())))
+    return tuple(made), where
+
+
+def filled(dump: Dump, found: Tokens, bounds: Array | None = None) -> Filled:
+    """The fillers among the compared positions ``found`` of a dump (``sample.tokens_of``); ``bounds``: where ``cuts``
+    stand, which are none."""
+    where, fillers = np.zeros((2, len(found.x)), dtype=bool), list[Filler]()
+    sides = found.x, found.y
+    bounds = np.zeros_like(where) if bounds is None else bounds
+    for side, (own, other) in enumerate((sides, sides[::-1])):
+        whole = (own <= -1) & (own == np.round(own))  # -1, -100: somebody's constant
+        suspect = np.flatnonzero(((own <= RARE) | (own >= NEVER) | whole) & ~bounds[side])
         if not len(suspect):
             continue
         value, inverse, count = np.unique(own[suspect], return_inverse=True, return_counts=True)
-        repeated = count >= np.where(value <= DRAWN, 2, REPEATED)
+        least = np.where(value == np.round(value), CONSTANT, REPEATED)
+        repeated = count >= np.where(value <= DRAWN, 2, least)
         groups = [suspect[inverse == each] for each in np.flatnonzero(repeated).tolist()
                   if _one(each, value, count, own, other, suspect[inverse == each], dump, found)]  # fmt: skip
         known = np.isin(suspect, np.concatenate([suspect[:0], *groups]))
@@ -74,7 +117,7 @@ def _words(dump: Dump, found: Tokens, at: Array) -> Array:
 def without(dump: Dump) -> Dump:
     """The dump with no number where a side has a filler."""
     found, _, _ = tokens_of(dump)
-    return cleared(dump, found, filled(dump, found))
+    return cleared(dump, found, filled(dump, found, cuts(found)[1]))
 
 
 def cleared(dump: Dump, found: Tokens, fillers: Filled) -> Dump:

@@ -162,17 +162,24 @@ class Reading:
         from mantissa.doctor.readers import FRAMEWORKS, checked
 
         names = {each.name for each in fields(Settings)}
-        framework, settings, notes = (header.get(name) for name in ("framework", "settings", "notes"))
-        good = framework in FRAMEWORKS and isinstance(settings, dict) and settings.keys() == names
-        good = good and isinstance(notes, list) and all(isinstance(note, str) for note in notes)
-        if not good or not isinstance(settings, dict) or not isinstance(notes, list):
+        framework, notes, pairs = header.get("framework"), header.get("notes"), header.get("pairs", [])
+
+        def settings(given: Any) -> Settings:
+            if not isinstance(given, dict) or given.keys() != names:
+                raise self._garbage("an answer of other fields than a dump's")
+            return checked(self._path, Settings(**given))
+
+        good = framework in FRAMEWORKS and isinstance(notes, list) and all(isinstance(note, str) for note in notes)
+        good = good and isinstance(pairs, list) and all(isinstance(each, list) and len(each) == 2 for each in pairs)
+        if not good or not isinstance(pairs, list) or not isinstance(notes, list):
             raise self._garbage("an answer of other fields than a dump's")
-        how = checked(self._path, Settings(**settings))
+        how = settings(header.get("settings"))
+        beside = tuple((_printable(str(name)), settings(given)) for name, given in pairs)
         sequences = unpacked(self._arrays(header.get("counts")))
-        if sequences is None:
+        if sequences is None or (beside and not {each.pair for each in sequences} <= set(range(len(beside)))):
             raise self._garbage("arrays that do not fit one another")
         run = self._path if header.get("run") is True else None
-        return Dump(str(framework), self._path, sequences, how, run, tuple(map(_printable, notes)))
+        return Dump(str(framework), self._path, sequences, how, run, tuple(map(_printable, notes)), beside)
 
     def _unpacked_log(self, header: dict[str, Any]) -> Log:
         """A log, its program and roles of the table, its curves by step."""
@@ -244,7 +251,7 @@ def unpacked(arrays: dict[str, np.ndarray]) -> list[Scored] | None:
         Scored(
             tokens[n], prompt, x[n], y[n], mask[n], versions[0][n], versions[1][n], versions[2][n],
             next(flipped) if a["flips"][n] else None,
-            places[ends[n] - len(mask[n]) : ends[n]] if a["keeps"][n] else None,
+            places[ends[n] - len(mask[n]) : ends[n]] if a["keeps"][n] else None, versions[3][n],
         )
         for n, prompt in enumerate(a["prompts"].tolist())
     ]  # fmt: skip

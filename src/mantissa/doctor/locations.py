@@ -11,7 +11,7 @@ from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence, Test, claimed, few, found_as, times_as, untested
 from mantissa.doctor.sample import SIDES, Array, detectable_beyond, different, rms_ratio, sums_by, tested
-from mantissa.doctor.thresholds import CERTAIN, FAR, FEWEST, LEVEL, MATTERS, POWER, of
+from mantissa.doctor.thresholds import CERTAIN, FAR, FEWEST, LEVEL, MATTERS, OWN, POWER, of
 from mantissa.doctor.values import unscored
 
 
@@ -26,7 +26,8 @@ def edge(name: str, place: str) -> Test:
         square = t.u**2
         sums = sums_by(t.unit, square * at, at, square * ~at, ~at)
         found = tested(sums, rms_ratio(0, 2), float(np.log(of(name).times)), tests)
-        rest, size = t.where(~at), e.too_large(t.where(at), tests)
+        rest = t.where(~at)
+        size = e.beyond(t.where(at), rest, tests)
         said = f"|d| at the {place} token is {np.exp(found.value):.3g} times that of the others"
         everywhere = (e.clean.left if name == "end_token" else e.clean.position) == 0
         return times_as(name, found, size, rest.size, said, rest.size <= e.usual, claimed(e, everywhere))
@@ -76,9 +77,13 @@ def onset(e: Evidence, tests: int) -> Finding:
     most = len(beyond) > 0 and beyond.mean() > b.most  # else it is of some sequences
     times = float(np.exp(min(found.value, 50)))
     said = f"the two sides agree before {word} {at + 1} and from it on |d| is {times:.3g} times as large"
-    holds = bool(step and most) and before.size <= e.usual / b.quiet
+    # From the place on, and not at some places behind it (a chunk's ends): most positions are beyond the usual.
+    numbers = np.bincount(own[after])
+    per = np.bincount(own[after], weights=np.abs(t.u[after]) > e.usual / b.quiet)[numbers > 0] / numbers[numbers > 0]
+    broad = float((per > b.of_place).mean()) > b.places
+    holds = bool(step and most and broad) and before.size <= e.usual / b.quiet
     return times_as(
-        "onset", found, e.too_large(t.where(after), tests), before.size, said, holds, claimed(e, place >= at)
+        "onset", found, e.beyond(t.where(after), before, tests), before.size, said, holds, claimed(e, place >= at)
     )
 
 
@@ -195,7 +200,7 @@ def after_sync(e: Evidence, tests: int) -> Finding:
     before = t.where(~after)
     said = f"from weights of version {best[1]} on, |d| is {np.exp(min(found.value, 50)):.3g} times as large as before"
     everywhere = np.array(versions)[e.clean.sequence] >= best[1]
-    return times_as("after_sync", found, e.too_large(t.where(after), tests), before.size, said,
+    return times_as("after_sync", found, e.beyond(t.where(after), before, tests), before.size, said,
                     before.size <= e.usual, claimed(e, everywhere))  # fmt: skip
 
 
@@ -211,9 +216,12 @@ def padding(e: Evidence, tests: int) -> Finding:
         return untested("padding", "prompts have too few lengths to see what padding does")
     count = np.bincount(t.sequence)[numbers]
     sizes = np.sqrt(np.bincount(t.sequence, weights=t.u**2)[numbers] / count)
-    good = sizes <= e.usual
-    k, n = int(longest.sum()), len(numbers)
-    p = float(np.exp(gammaln(k + 1) + gammaln(n - k + 1) - gammaln(n + 1)))
+    quiet = t.where(np.isin(t.sequence, numbers[longest]))
+    own = max(OWN * quiet.size, MATTERS * e.usual) if float((quiet.d == 0).mean()) < 0.5 else e.usual
+    good = sizes <= min(e.usual, own)
+    k, n, g = int(longest.sum()), len(numbers), int(good.sum())
+    # C(g, k) / C(n, k): that k sequences taken at random are all among the g healthy ones.
+    p = float(np.exp(gammaln(g + 1) - gammaln(g - k + 1) - gammaln(n + 1) + gammaln(n - k + 1))) if g >= k else 1.0
     holds = bool(good[longest].all()) and good[~longest].mean() < b.healthy
     said = (
         f"the {k} sequences of the longest prompt are healthy and {1 - good[~longest].mean():.0%} of the others are not"
@@ -239,13 +247,17 @@ def repetition(e: Evidence, tests: int) -> Finding:
         return np.minimum(one, -other)
 
     found = tested(means, lean, b.lean, tests)
-    size = float(np.sqrt(np.square(u[s]).mean()))
+    size, far = float(np.sqrt(np.square(u[s]).mean())), np.abs(u) > e.usual
+    # A law moves each token to its side; a sum of few large ones leans as well.
+    signs = [
+        float((way * sign * d[own & far] > 0).mean()) if (own & far).any() else 1.0 for own, way in ((s, 1), (~s, -1))
+    ]
     side = SIDES[1] if sign < 0 else SIDES[0]
     said = (f"{float((sign * d[s] > 0).mean()):.0%} of tokens that had stood in their sequence before are less likely "
             f"by the {side}, and {float((sign * d[~s] < 0).mean()):.0%} of the others more likely")  # fmt: skip
     rest = np.where((sign * t.d > 0) == seen, 0.0, t.d)
-    return found_as("repetition", found, "of d leans", said, also=e.too_large(t.where(seen), tests).p, holds=size > 0,
-                    detectable=b.lean, rest=rest)  # fmt: skip
+    return found_as("repetition", found, "of d leans", said, also=e.too_large(t.where(seen), tests).p,
+                    holds=size > 0 and min(signs) > b.signs, detectable=b.lean, rest=rest)  # fmt: skip
 
 
 def _repeated(tokens: Array, begins: Array) -> Array:
@@ -306,7 +318,9 @@ def nondeterministic(e: Evidence, tests: int) -> Finding:
     apart = tested(sums, lambda s: 1 - s[..., 0] / np.maximum(s[..., 1], 1e-30), unlike, tests)
     said = f"d of one token in one context correlates by {1 - apart.value:.2f} between samples"
     rest = e.clean.d * np.sqrt(1 - np.clip(np.nan_to_num(apart.value), 0, 1))
-    return found_as("nondeterministic", apart, "1 - correlation", said, also=e.too_large(e.clean, tests).p, rest=rest)
+    throughout = float((np.abs(e.clean.telling.u) > e.usual).mean()) > of("nondeterministic").far
+    return found_as("nondeterministic", apart, "1 - correlation", said, also=e.too_large(e.clean, tests).p, rest=rest,
+                    holds=throughout)  # fmt: skip
 
 
 def size(e: Evidence, tests: int) -> Finding:

@@ -20,7 +20,7 @@ error says how to have them written.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +96,9 @@ def read_dump(path: Path, framework: str | None = None, names: Mapping[str, str]
 
 def _read_files(path: Path, framework: str | None, names: Mapping[str, str]) -> Dump:
     files, sequences, found, settings, tokens = _files(path), [], None, Settings(), 0
-    notes: list[str] = []
+    notes, pairs = list[str](), dict[str, Settings]()
     for number_, file in enumerate(files):
-        whose, part, how, *said = _read_file(file, framework, names)
+        whose, part, how, *said = _read_file(file, framework, names, pairs)
         notes += [note for note in said if note not in notes]
         if found is not None and whose != found:
             raise MantissaError(f"{path} holds files of {found} and of {whose}; give one of them")
@@ -110,7 +110,9 @@ def _read_files(path: Path, framework: str | None, names: Mapping[str, str]) -> 
             notes.append(f"the newest {number_ + 1} of {len(files)} files were read: {tokens:,} tokens")
             break
     assert found is not None
-    return Dump(found, path, sequences, settings, notes=tuple(notes))
+    if len(pairs) < 2 or any(each.pair is None for each in sequences):
+        pairs, sequences = {}, [replace(each, pair=None) for each in sequences] if pairs else sequences
+    return Dump(found, path, sequences, settings, notes=tuple(notes), pairs=tuple(pairs.items()))
 
 
 def _files(path: Path) -> list[Path]:
@@ -134,7 +136,8 @@ def _numbers(name: str) -> list[str]:
 _Read = tuple[str, list[Scored], Settings] | tuple[str, list[Scored], Settings, str]  # and which columns were taken
 
 
-def _read_file(path: Path, framework: str | None, names: Mapping[str, str]) -> _Read:
+def _read_file(path: Path, framework: str | None, names: Mapping[str, str], pairs: dict[str, Settings]) -> _Read:
+    """``pairs``: of the pairs that rows name, each one's settings; new ones are added."""
     if path.suffix in (".pt", ".pkl"):
         return _read_pickle(path, framework, names)
     if path.suffix == ".npz":
@@ -146,8 +149,9 @@ def _read_file(path: Path, framework: str | None, names: Mapping[str, str]) -> _
     if names or path.suffix in (".csv", ".json") or (framework is None and _is_nobodys(path)):
         return _by_columns(path, *columns.plain_rows(path, _all_rows(path, names), names))
     rows = read_rows(path, _LINE) if path.suffix == ".jsonl" else _parquet_rows(path)
-    whose, settings, sequences, tokens, writer = framework, None, [], 0, None
+    whose, settings, sequences, tokens, writer = framework, None, list[Scored](), 0, None
     before: tuple[Any, ...] = ()  # what the row before said of settings
+    how = Settings()
     for line, row in enumerate(rows, start=1):
         where = f"{path}, {'line' if path.suffix == '.jsonl' else 'row'} {line}"
         with boundary(where, "leave the line out, or write the file again"):
@@ -164,6 +168,8 @@ def _read_file(path: Path, framework: str | None, names: Mapping[str, str]) -> _
             if settings is None or says != before:
                 how = Settings(**{name: each for name, each in zip(_SETTINGS, says, strict=False) if each is not None})
                 settings, before = how if settings is None else _agreed(settings, how), says
+            if whose == "plain" and "pair" in row:
+                found = replace(found, pair=_pair(where, row["pair"], how, pairs))
             writer = row.get("framework", whose) if whose == "plain" else whose
             sequences.append(found)
             tokens += len(found.rollout_logp)
@@ -207,6 +213,17 @@ def _by_columns(path: Path, said: str, rows: Iterator[Row]) -> tuple[str, list[S
     return "plain", found, Settings(), said
 
 
+def _pair(where: str, name: Any, how: Settings, pairs: dict[str, Settings]) -> int:
+    """The number of a row's pair; what the rows of one say alike of settings is the pair's."""
+    if not isinstance(name, str) or len(name) > _LONGEST_NAME:
+        raise MantissaError(f"{where}: pair is {_describe(name)}, expected a pair's name")
+    pairs[name] = _agreed(pairs.get(name, how), how)
+    if len(pairs) > _MOST_PAIRS:
+        raise MantissaError(f"{where}: more than {_MOST_PAIRS} pairs in one dump; give a part of it")
+    return list(pairs).index(name)
+
+
+_LONGEST_NAME, _MOST_PAIRS = 200, 64
 _HINT = "--from says whose it is where that was not found by itself"
 
 

@@ -29,7 +29,8 @@ from mantissa.doctor.populations import tokens_fly
 from mantissa.doctor.sample import Array
 from mantissa.doctor.thresholds import AT_A_PLACE, AT_THE_USUAL, FAR, MEDIAN, MOST_FLY, RULE, THROUGHOUT
 
-_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_WORDS = ("expert", "moe")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,15 @@ def may_be(flown: Outliers, found: Sequence[Finding]) -> bool:
 
 
 def routes(config: Any) -> bool | None:
-    """Whether a model's configuration (an object, or the mapping of a config.json) shows experts; None: it does not,
-    which of a configuration of unknown names proves nothing."""
-    if isinstance(config, Mapping):
-        inner, found = config.get("text_config"), [config.get(key) for key in _KEYS]
-    else:
-        inner, found = getattr(config, "text_config", None), [getattr(config, key, None) for key in _KEYS]
-    if any(isinstance(each, int) and each > 1 for each in found) or getattr(config, "experts", None) is not None:
+    """Whether a model's configuration (an object, or the mapping of a config.json) shows experts: a number above one
+    under a name that speaks of them. False where it tells its layers and no such number; None where it tells nothing.
+    """
+    given = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    if getattr(config, "experts", None) is not None and not isinstance(config, Mapping):
         return True
-    return None if inner is None else routes(inner)
+    inner = [found for each in given.values() if isinstance(each, Mapping) or hasattr(each, "to_dict")
+             if (found := routes(each)) is not None]  # fmt: skip
+    named = (value for name, value in given.items() if any(word in str(name) for word in _WORDS))
+    if any(inner) or any(type(value) is int and value > 1 for value in named):
+        return True
+    return False if inner or any(name in given for name in _LAYERS) else None

@@ -99,7 +99,7 @@ def logit_bias(e: Evidence, tests: int) -> Finding:
         return untested("logit_bias", "no words differ to one side while others differ to the other")
     own = np.isin(word, found.others)
     sign = np.where(own, -1.0, 1.0) * (-1.0 if found.above == SIDES[0] else 1.0)
-    few_words = len(found.others) <= max(1.0, b.words * found.words)
+    few_words = len(found.others) <= max(1.0, b.words * found.words) and (own & found.far).sum() >= b.fewest
     pure = found.wrong <= (1 - b.pure) * found.far.sum()
     holds = few_words and pure and is_noise(t.where(sign * t.d < 0), b.noise * e.usual)
     listed = ", ".join(map(str, found.others[:5].tolist())) + ", ..." * (len(found.others) > 5)

@@ -177,18 +177,28 @@ def log_rms(sums: Array) -> Array:
 
 @dataclass(frozen=True)
 class Grid:
-    """What coarse values lie on: numbers of so many ``bits`` of mantissa, or of so many ``decimals``."""
+    """What coarse values lie on: numbers of so many ``bits`` of mantissa, of so many ``decimals``, or the logarithms of
+    probabilities of so many ``levels`` or ``bits`` (``of_p``)."""
 
     bits: int = 0
     decimals: int = 0
+    levels: int = 0
+    of_p: bool = False
 
     def __str__(self) -> str:
-        return f"{self.decimals} decimals" if self.decimals else {7: "the bf16 grid", 10: "the fp16 grid"}[self.bits]
+        if self.levels:
+            return f"logarithms of probabilities of {self.levels} levels"
+        half = {7: "the bf16 grid", 10: "the fp16 grid"}
+        return f"{self.decimals} decimals" if self.decimals else half[self.bits] + " of probabilities" * self.of_p
 
     def step(self, x: Array) -> Array | float:
         """From each value to the next on the grid."""
         if self.decimals:
             return float(10.0**-self.decimals)
+        if self.levels:
+            return np.asarray(np.exp(-x) / self.levels)
+        if self.of_p:
+            return np.asarray(2.0 ** (np.floor(x / np.log(2)) - self.bits) * np.exp(-x))
         return np.asarray(2.0 ** (np.floor(np.log2(np.abs(x) + 1e-12)) - self.bits))
 
 
@@ -205,6 +215,21 @@ def grid_of(values: Array) -> Grid | None:
     for decimals in (2, 3, 4):
         if float((np.abs(values * 10**decimals - np.round(values * 10**decimals)) < 1e-6 * 10**decimals).mean()) > GRID:
             return Grid(decimals=decimals)
+    return _grid_of_p(values[values < -0.01])  # above, any probability of a half is near one of its own grid
+
+
+def _grid_of_p(values: Array) -> Grid | None:
+    """The grid of the probabilities whose logarithms these are, to what fp32's logarithm leaves of it."""
+    if len(values) < 20:
+        return None
+    p = np.exp(values)
+    for bits in (7, 10):
+        step = 2.0 ** (np.floor(np.log2(p)) - bits)
+        if float((np.abs(p / step - np.round(p / step)) * step < 1e-6 * p * (1 + np.abs(values))).mean()) > GRID:
+            return Grid(bits=bits, of_p=True)
+    for levels in (255, 256, 127, 100):
+        if float((np.abs(p * levels - np.round(p * levels)) < 2e-5 * p * levels + 1e-5).mean()) > GRID:
+            return Grid(levels=levels)
     return None
 
 

@@ -34,8 +34,15 @@ def weights(e: Evidence, tests: int) -> Finding:
     if any(s.learner_version is not None and s.rollout_version not in (None, s.learner_version)
            for s in e.dump.sequences):  # fmt: skip
         return untested("weights", "the dump says that other weights sampled: that is no news")
-    token, beyond = e.texts[e.places[e.telling]], e.too_large(t, tests).p
-    found, pairs = _likeness(token, t, _levelled(t), b.correlation[beyond < LEVEL / tests], tests)
+    beyond, places = e.too_large(t, tests).p, e.places[e.telling]
+    token, large = e.texts[places], beyond < LEVEL / tests
+    level = _levelled(t)
+    found, pairs = _likeness(token, t, level, b.correlation[large], tests)
+    also = 0.0
+    if not large:
+        # What is no larger than rounding may be rounding of texts that a policy knows by heart: there it is alike.
+        some = _once(token, e.texts[places - 1])
+        also = _likeness(token[some], t.where(some), level[some], b.correlation[0], tests)[0].p
     if pairs < b.fewest:
         return untested("weights", f"{pairs} pairs of one token in two prompts; {b.fewest} at least")
     said = f"u of the same token in different prompts correlates by {found.value:.2f}, and rounding does not"
@@ -44,7 +51,7 @@ def weights(e: Evidence, tests: int) -> Finding:
     # Two formats round the weights themselves, and one that is not named may be another: there size decides.
     times = _faded(e, 0.0, tests)
     holds = t.size > b.quiet * e.usual and (times is None or np.exp(times.value) > b.grown)
-    made = found_as("weights", found, "correlation", said, also=0.0 if told else beyond, holds=holds)
+    made = found_as("weights", found, "correlation", said, also=also if told else max(also, beyond), holds=holds)
     if times is None or b.perhaps[0] < np.exp(times.value) < b.perhaps[1]:
         return made
     return made.or_else("prompt" if times.value > 0 else "position")
@@ -58,6 +65,12 @@ def _levelled(t: Tokens) -> Array:
         where = np.searchsorted(np.quantile(side, np.linspace(0, 1, _BINS + 1)[1:-1]), side)
         u = u - (np.bincount(where, u, _BINS) / np.maximum(np.bincount(where, minlength=_BINS), 1))[where]
     return u
+
+
+def _once(token: Array, before: Array) -> Array:
+    """Of the places where a token follows the same word, one, taken at random."""
+    order = np.random.default_rng(0).permutation(len(token))
+    return np.sort(order[np.unique(np.stack([token, before], 1)[order], axis=0, return_index=True)[1]])
 
 
 def _likeness(key: Array, t: Tokens, u: Array, bound: float, tests: int) -> tuple[Tested, int]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mantissa.doctor import changes, locations, populations, rules, shape, values
+from mantissa.doctor import changes, fields, locations, populations, rules, shape, values
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence, Test, untested
 from mantissa.doctor.facts import part
@@ -23,19 +23,25 @@ from mantissa.doctor.thresholds import AS_MUCH, ENOUGH, FAR, FEWEST, LEVEL, LITT
 
 SIGNATURES: dict[str, Test] = {
     "not_logprobs": values.not_logprobs,
+    "repeated": fields.repeated,
+    "summed": fields.summed,
+    "clipped_gap": fields.clipped_gap,
     "unnormalised": values.unnormalised,
     "nonfinite": values.nonfinite,
     "cut_off": values.cut_off,
+    "clamped": fields.clamped,
     "unscored": values.unscored,
     "units": values.units,
     "shift": values.shift,
     "moved_from": changes.moved_from,
     "rows": values.rows,
     "argmax": values.argmax,
+    "raised": fields.raised,
     "min_tokens": rules.min_tokens,
     "support": values.support,
     "temperature": values.temperature,
     "soft_cap": values.soft_cap,
+    "unrelated": values.unrelated,
     "repetition": locations.repetition,
     "logit_bias": rules.logit_bias,
     "end_token": locations.end_token,
@@ -87,7 +93,9 @@ def causes(evidence: Evidence, every: Sequence[Finding]) -> list[Finding]:
 
     Two that explain enough together are two faults where neither would be enough alone.
     """
-    exact = [each for each in every if each.found and each.exact]
+    exact = _exact(every)
+    if alone := [each for each in exact if part(each.name).alone]:
+        return alone[:1]
     first = cause_of(every) or cause_of(every, LITTLE)
     if not exact and (first is None or first.name == "nondeterministic"):
         both = _law_and_place(evidence)
@@ -95,12 +103,18 @@ def causes(evidence: Evidence, every: Sequence[Finding]) -> list[Finding]:
             return both
     if first is None or first.rest is None or first.exact:
         return (exact or ([first] if first else []))[:2]
-    if any(each.name == "not_logprobs" for each in exact):
-        return exact[:1]
     second, share = _second(evidence, first)
+    if first.name == "some_sequences" and not exact and (inner := _of_some(evidence, first)) is not None:
+        return [inner]
     found = [*exact, first, *([second] if second is not None else [])]
     enough = cause_of(every) is not None or first.share + share >= TOGETHER
     return found[:2] if enough else exact
+
+
+def _exact(every: Sequence[Finding]) -> list[Finding]:
+    """What no noise can do, where nothing that explains the gap says why it is there."""
+    enough = {each.name for each in every if each.found and not each.exact and each.share >= ENOUGH}
+    return [each for each in every if each.found and each.exact and not enough.intersection(part(each.name).unless)]
 
 
 def _second(evidence: Evidence, first: Finding) -> tuple[Finding | None, float]:
@@ -116,6 +130,20 @@ def _second(evidence: Evidence, first: Finding) -> tuple[Finding | None, float]:
     total = max(float(np.square(evidence.clean.d).sum()), 1e-30)
     share = second.share * float(np.square(left.clean.d).sum()) / total
     return (replace(second, share=share), share) if share > SECOND else (None, 0.0)
+
+
+def _of_some(whole: Evidence, some: Finding) -> Finding | None:
+    """What is wrong with the sequences that differ, where their values say it; None where they are of other weights or
+    of another prompt, which is no more than that they differ."""
+    odd = np.unique(whole.clean.sequence[np.isnan(some.rest)])
+    alone = replace(whole.dump, sequences=[whole.dump.sequences[place] for place in odd.tolist()])
+    part_of = Evidence.of(alone, whole.usual)
+    inner = cause_of(findings(part_of))
+    if inner is None or part(inner.name).of not in ("value", "law") or inner.name == "nondeterministic":
+        return None
+    sequences = len(np.unique(whole.clean.sequence))
+    said = f"in {len(odd)} of {sequences} sequences: {inner.said}"
+    return replace(inner, said=said, share=inner.share * some.share, rest=None, by_number=some.by_number)
 
 
 def _law_and_place(whole: Evidence) -> list[Finding]:
@@ -150,7 +178,7 @@ def cause_of(every: Sequence[Finding], least: float = ENOUGH) -> Finding | None:
     Places explain enough with less where the whole is of a healthy size and they are not.
     """
     large = any(each.found for each in every if each.name == "too_large")
-    exact = [each for each in every if each.found and each.exact]
+    exact = _exact(every)
     named = [each for each in every if each.found and part(each.name).of not in ("shape", "size") and not each.exact]
     enough = {each.name for each in named if each.share >= least}
     named = [each for each in named if not enough.intersection(part(each.name).unless)]

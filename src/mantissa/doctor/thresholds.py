@@ -27,8 +27,10 @@ CAP = 5.0  # of |u| where only agreement counts
 WORST = 20.0  # nats: what is further apart counts as so much
 FAR = 4.0  # times the usual: twelve root mean squares of a healthy gap
 MATTERS = 0.1  # of the usual: a part below it is rounding that fell otherwise
+OWN = 30.0  # times as large as another part of the same dump: that part is then the usual
 GRID = 0.99  # of 20 values or more, that lie on a grid
 SURE_ZERO = (-1.0, -1e-3)  # nats: a 0 beside the first is no probability; nor are the side's others beside the second
+CUT_LAW = (-0.01, 0.02, 0.05)  # nats; of a cut law's other values at most so many above; and of all so many are 0
 
 # from findings to a verdict
 ENOUGH = 0.5  # of sum d^2: what explains less is no verdict
@@ -36,11 +38,15 @@ PARTLY = 0.2  # enough where the whole is of a healthy size, and a part of it is
 AS_MUCH = 0.1  # of sum d^2: shares that are so near are alike
 LITTLE = 0.25  # of sum d^2: the first of two faults may explain so little
 TOGETHER = 0.65  # and both together so much
-SECOND = 0.02  # of sum d^2, that a second fault must hold at least
+SECOND = 0.1  # of sum d^2, that a second fault must hold at least
 WORTH = 0.001  # of sum d^2: beside a fault, a habit that explains less is no news
 CURVE = 0.6  # of sum d^2 on a curve in the log-prob: a law is in it, and a shape may be the law's
+MOST_ALONE, ONE_WAY = 0.5, 0.95  # of sum d^2 in single tokens, or of one sign: its shape is none of a whole gap
 ALIKE = 0.1  # correlation of u over the same token: other weights have as much or more
 NOTHING = 1e-5  # nats, root mean square of d: below it nothing is to be done, whatever the formats
+TWICE = 0.25  # of the sequences stand there before: then each counts once
+LONG = 8  # tokens of a response: so many are not drawn twice
+COPIED = 0.05  # of the sequences, equal on both sides to the last bit where others are not
 BLIND = 10.0  # times the usual: a sample that would not show so much says nothing
 HEALTHY_SEQUENCES, HEALTHY_TOKENS = 2 * FEWEST, 64  # for a verdict where nothing is found
 SINGLE = (3.0, 0.5)  # times the usual, with single tokens; of which more than so are neither first nor last
@@ -56,6 +62,7 @@ FLYING = 0.3  # of sum (u / own sequence's size)^2 in a hundredth of the tokens:
 THROUGHOUT = 0.5  # of a sequence's tokens beyond the usual: it differs throughout
 AT_A_PLACE = 0.25  # so much more of the first, or of the last tokens beyond the usual than of others: it is the place
 MEDIAN, AT_THE_USUAL = 0.6745, 0.3173  # of |x|, and the share of |x| above 1, of a standard normal x
+MOST_ROUTED = 1.0  # nats, root mean square of d: so much is healthy in no mixture, whoever made it
 MOST_FLY = 0.9  # of the tokens beyond the usual: if routers make so much, that is as bad as a fault
 RULE = 0.5  # of sum u^2 in tokens far beyond the usual: they rule the gap
 
@@ -63,9 +70,17 @@ RULE = 0.5  # of sum u^2 in tokens far beyond the usual: they rule the gap
 NEVER = 1000.0  # nats: no softmax of a model gives so little, be it once; above, nothing is a log-prob
 DRAWN = -28.0  # nats: of 4 million tokens and 250,000 words, none that was sampled is expected below
 RARE = -9.0  # nats: from here on a value that is repeated is looked at
+CONSTANT = 3  # times, of a whole number
 REPEATED = 8  # times, above ``DRAWN``
 NOT_SCORED = (1.0, 0.9)  # nats: a side that scored the token is so far from a filler, at so many of its tokens
 LONELY = 3  # times as many as of any value beside it: the values of a coarse grid have neighbours
+
+# a bound in place of a log-prob (fillers.cuts)
+CUT_TOKENS = 3  # at which it stands, at least
+CUT_LEAST = 0.01  # nats from 0, the bound
+CUT_APART = 0.3  # nats, or of the bound: so far beyond it the other side is clearly beyond
+CUT_ALL = 0.9  # of the tokens where the other side is clearly beyond
+CUT_MOST = 0.5  # of the tokens at which it stands
 
 # with the model (substitution.py, consult.py)
 LEAST = 0.01  # of sum d^2, below which a cause is not worth a name

@@ -9,8 +9,8 @@ soft-capping bends them, the argmax's log-prob has none. Where a dump has ten of
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
@@ -19,29 +19,37 @@ from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence, few, found_as, untested
 from mantissa.doctor.rules import is_noise, one_sided
 from mantissa.doctor.sample import SIDES, Array, Tested, Tokens, different, sums_by, tested
-from mantissa.doctor.thresholds import ABOVE_ZERO, CAP, CERTAIN, FEWEST, LEVEL, LIKELIEST, PAIRS, POWER, SAME, of
+from mantissa.doctor.thresholds import ABOVE_ZERO, CAP, CERTAIN, FEWEST, LEVEL, LIKELIEST, PAIRS, SAME, SURE_ZERO, of
 
 _UNITS = {"base 2": 1 / np.log(2), "base 10": 1 / np.log(10)}
-_ROWS, _ROW = 600, 24  # sequences that are compared with one another, and tokens of each, at most
+_ROWS, _ROW = 600, 64  # sequences that are compared with one another, and tokens of each, at most
+_CONTROL = 5  # tokens by which a row is moved that belongs to none
 
 
 # what no noise can do
 
 
 def not_logprobs(e: Evidence, tests: int) -> Finding:
-    """Log-probs above 0: logits, probabilities, or losses with their sign turned."""
-    share = [float((np.nan_to_num(side, nan=-1.0) > ABOVE_ZERO).mean()) for side in (e.all.x, e.all.y)]
-    side = SIDES[int(np.argmax(share))]
-    said = f"{max(share):.1%} of the {side}'s log-probs are above 0"
-    above = e.all.y if side == SIDES[1] else e.all.x
-    value, count = np.unique(above[above > ABOVE_ZERO], return_counts=True)
+    """Log-probs above 0: logits, probabilities, or losses with their sign turned. Half of one side's, or some by more
+    than a log-sum-exp in a half makes of a certain token."""
+    b = of("not_logprobs")
+    sides = [np.nan_to_num(side, nan=-1.0) for side in (e.all.x, e.all.y)]
+    share = [float((side > ABOVE_ZERO).mean()) for side in sides]
+    which = int(np.argmax(share))
+    own = sides[which]
+    large = own > b.above
+    there = share[which] > b.most or (large.mean() > b.some and large.sum() >= b.fewest)
+    said = (
+        f"{share[which]:.2%} of the {SIDES[which]}'s log-probs are above 0, by up to {max(0.0, own.max(initial=0)):.2g}"
+    )
+    value, count = np.unique(own[own > ABOVE_ZERO], return_counts=True)
     if len(value) and count.max() >= 10 and count.max() > count.sum() / 2:
         said += f", {count.max():,} of them {value[count.argmax()]:g} to the bit"
-    return Finding("not_logprobs", True, 0.0 if max(share) > 0 else 1.0, max(share), "of tokens", 0.0, said, exact=True)
+    return Finding("not_logprobs", True, 0.0 if there else 1.0, share[which], "of tokens", 0.0, said, exact=True)
 
 
 def nonfinite(e: Evidence, tests: int) -> Finding:
-    """No number on one side, alone or to the sequence's end: in a causal model a NaN goes on into all that follows."""
+    """No number on one side to the sequence's end: in a causal model a NaN goes on into all that follows."""
     one = (e.there[0] != e.there[1]) & ~_cut_away(e) & ~e.filled.where.any(0)
     like, _ = _runs(e, one)
     share = float((one & like).mean())
@@ -53,17 +61,33 @@ def nonfinite(e: Evidence, tests: int) -> Finding:
 def _runs(e: Evidence, missing: Array) -> tuple[Array, Array]:
     """bool [all] twice: of missing numbers, those that an overflow can have left out, and those at last tokens alone.
 
-    What is missing for two tokens or more and is there again after them was left out on purpose.
+    What is there again after some tokens was left out on purpose, and so was what is missing at one place in every
+    sequence (the first token, all from the fortieth on).
     """
     overflow, last = np.zeros(len(missing), dtype=bool), np.zeros(len(missing), dtype=bool)
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], missing.astype(int), [0]])))
-    for begin, end in zip(edges[::2], edges[1::2], strict=True):
-        ends = np.flatnonzero(e.all.left[begin:end] == 0) + begin
-        if len(ends) and end - begin == 1:
-            last[begin] = True
-        overflow[begin:end] = bool(len(ends)) or end - begin == 1
+    begins = missing & ~(np.roll(missing, 1) & (np.diff(e.all.sequence, prepend=-1) == 0))
+    ends = missing & ~(np.roll(missing, -1) & (np.diff(e.all.sequence, append=-1) == 0))
+    for begin, end in zip(np.flatnonzero(begins).tolist(), np.flatnonzero(ends).tolist(), strict=True):
+        if e.all.left[end] == 0:
+            overflow[begin : end + 1] = True
+            last[begin] = begin == end
+    overflow &= ~_everywhere(e, missing)
     few_last = last.sum() < of("unscored").last * max(1, missing.sum())
     return (overflow, last) if few_last else (np.zeros_like(last), last)
+
+
+def _everywhere(e: Evidence, missing: Array) -> Array:
+    """bool [all]: missing at a place where nearly every sequence has none, of the response or the whole sequence, while
+    at other places nearly every one has a number."""
+    found, b = np.zeros(len(missing), dtype=bool), of("unscored")
+    prompts = np.array([each.prompt_length for each in e.dump.sequences])
+    for place in (e.all.position, e.all.position + prompts[e.all.sequence]):
+        count = np.bincount(place)
+        rate = np.bincount(place, weights=missing) / np.maximum(count, 1)
+        here = (rate > b.everywhere) & (count >= b.sequences)
+        if (rate[count > 0] < 1 - b.everywhere).any():
+            found |= missing & here[place]
+    return found
 
 
 def _cut_away(e: Evidence) -> Array:
@@ -98,55 +122,88 @@ def unscored(e: Evidence, tests: int, name: str = "unscored") -> Finding:
     one = one & ~overflow
     share = float(one.mean()) if len(one) else 0.0
     last = float((e.all.left[one] == 0).mean()) if share else 0.0
-    there = share > 0 and (last >= of("unscored").last) == (name == "end_token") and not _unnormalised(e)
+    there = share > 0 and (last >= of("unscored").last) == (name == "end_token") and not _unnormalised(e)[0]
     said = f"{share:.2%} of tokens are scored on one side only" + (f", {last:.0%} of them last ones" if share else "")
     said = "; ".join([said, *map(str, e.filled.fillers)])
     return Finding(name, True, 0.0 if there else 1.0, share if there else 0.0, "of tokens", 0.0, said, exact=True)
 
 
-def _unnormalised(e: Evidence) -> str:
-    """The side, if one, whose log-probs are logits less their largest: 0 at the likeliest token and above the other."""
-    both, b = e.there.all(0), of("unnormalised")
+def _unnormalised(e: Evidence) -> tuple[str, Array]:
+    """The side, if one, some of whose sequences have logits less their largest, and bool [all] of their tokens: 0 at
+    the likeliest token, be it below any that a cut law is sure of, and above the other side elsewhere."""
+    both: Array
+    both, b = np.asarray(e.there.all(0)), of("unnormalised")
     x, y = e.all.x[both], e.all.y[both]
-    if not len(x):
-        return ""
     for name, one, other in (("rollout", x, y), ("learner", y, x)):
-        zero, sure = np.abs(one) < SAME, other > LIKELIEST
-        above = (one - other > -b.noise * e.usual).mean()
-        bulk = ((other < b.likely) & zero).mean()
-        some = b.zero < bulk and zero.mean() < b.zeros
-        if some and above > b.above and (not sure.any() or zero[sure].mean() > b.likeliest):
-            return name
-    return ""
+        zero = np.abs(one) < SAME
+        has = np.bincount(e.all.sequence[both], zero & (other < b.likely)) >= b.fewest
+        of_these = has[e.all.sequence[both]] if len(has) else zero
+        if (zero & of_these & (other < SURE_ZERO[0])).sum() < b.fewest:
+            continue
+        own, at, others = one[of_these], zero[of_these], other[of_these]
+        sure = others > LIKELIEST
+        some = ((others < b.likely) & at).mean() > b.zero and at.mean() < b.zeros
+        above = (own - others > -b.noise * e.usual).mean()
+        if some and above > b.above and (not sure.any() or at[sure].mean() > b.likeliest):
+            where = np.zeros(len(both), dtype=bool)
+            where[np.flatnonzero(both)[of_these]] = True
+            return name, where
+    return "", np.zeros(len(both), dtype=bool)
 
 
 def unnormalised(e: Evidence, tests: int) -> Finding:
     """log p_v = z_v - max z in place of z_v - log sum exp z: exactly 0 for the likeliest token of each context."""
-    side = _unnormalised(e) if len(e.all.x) else ""
-    zero = float((np.abs(np.nan_to_num(e.all.y if side == "learner" else e.all.x, nan=-1)) < SAME).mean())
-    said = f"{zero:.0%} of the {side}'s are exactly 0, every token of more than half among them" if side else "no"
-    return Finding("unnormalised", True, 0.0 if side else 1.0, zero if side else 0.0, "of tokens",
-                   of("unnormalised").zero, said, exact=True, rest=np.zeros(len(e.clean.x)))  # fmt: skip
+    side, where = _unnormalised(e)
+    own = (e.all.y if side == "learner" else e.all.x)[where]
+    zero = float((np.abs(own) < SAME).mean()) if side else 0.0
+    count = different(e.all.sequence[where]) if side else 0
+    said = "no"
+    if side:
+        said = f"{zero:.0%} of the {side}'s are exactly 0, every token of more than half among them"
+        said += f", in {count} of {len(e.dump.sequences)} sequences" if count < len(e.dump.sequences) else ""
+    odd = np.isin(e.clean.sequence, np.unique(e.all.sequence[where]))
+    return Finding("unnormalised", True, 0.0 if side else 1.0, zero, "of tokens", of("unnormalised").zero, said,
+                   exact=True, rest=np.where(odd, 0.0, e.clean.d))  # fmt: skip
 
 
 def units(e: Evidence, tests: int) -> Finding:
-    """y = c x for nearly all tokens, c that of another base of logarithms."""
+    """y = c x, c that between two bases of logarithms, at nearly all tokens of some sequences or all."""
     from scipy.special import bdtrc
 
     t, b = e.clean, of("units")
     known = (t.x < b.known[0]) & (t.y < b.known[1])
     if different(t.unit[known]) < FEWEST:
         return few("units", different(t.unit[known]))
-    ratio = t.y[known] / t.x[known]
-    c = float(np.median(ratio))
-    near_N = np.abs(t.y - c * t.x) < b.near[0] * np.abs(t.y) + b.near[1] * e.usual * np.minimum(1, t.uncertain)
-    name, off = min(((n, abs(np.log(max(c, 1e-9) / v))) for n, k in _UNITS.items() for v in (k, 1 / k)),
-                    key=lambda pair: pair[1])  # fmt: skip
-    share, hits = float(near_N.mean()), int(near_N.sum())
-    p = float(bdtrc(hits - 1, len(near_N), 0.5)) if share > b.tokens and off < b.factor else 1.0
-    said = f"the learner's log-probs are {c:.4f} times the rollout's at {share:.0%} of tokens"
-    said += f", as with {name} on one side" if off < b.factor else ""
-    return Finding("units", True, p, abs(c - 1), "times", b.detectable, said, rest=t.y / c - t.x)
+    count = np.bincount(t.sequence, known)
+    long = count >= b.fewest
+    best, name, factor, where = 0, "", 1.0, long
+    for each, k in _UNITS.items():
+        for c in (k, 1 / k):
+            hit = long & (_near(t, known, c, e.usual) >= b.tokens * count)
+            hit &= b.better * _off(t, known, c) < _off(t, known, 1.0)
+            if hit.sum() > best:
+                best, name, factor, where = int(hit.sum()), each, c, hit
+    here = where[t.sequence] & known if best else known
+    ratio = float(np.median(t.y[here] / t.x[here])) if best else 1.0
+    off = abs(np.log(max(ratio, 1e-9) / factor))
+    p = float(bdtrc(best - 1, int(long.sum()), b.chance)) if best >= b.sequences and off < b.factor else 1.0
+    said = f"the learner's log-probs are {ratio:.4f} times the rollout's, as with {name} on one side, in {best} of "
+    said += f"{int(long.sum())} sequences"
+    rest = np.where(where[t.sequence], t.y / factor - t.x, t.d) if best else t.d
+    return Finding("units", True, p, abs(ratio - 1), "times", b.detectable, said if best else "no base is another",
+                   rest=rest)  # fmt: skip
+
+
+def _near(t: Tokens, known: Array, c: float, usual: float) -> Array:
+    """Of each sequence, how many known tokens are near the line y = c x."""
+    b = of("units")
+    near = np.abs(t.y - c * t.x) < b.near[0] * np.abs(t.y) + b.near[1] * usual * np.minimum(1, t.uncertain)
+    return np.bincount(t.sequence, known & near)
+
+
+def _off(t: Tokens, known: Array, c: float) -> Array:
+    """Of each sequence, how far known tokens are from the line y = c x."""
+    return np.bincount(t.sequence, known * np.abs(t.y - c * t.x))
 
 
 # order
@@ -185,62 +242,92 @@ def shift(e: Evidence, tests: int) -> Finding:
 
 
 def rows(e: Evidence, tests: int) -> Finding:
-    """Of sequences beyond a healthy size, how many learner's rows fit another sequence's of the dump.
+    """Of sequences beyond a healthy size, how many learner's rows fit another sequence's of the dump and not their own.
 
-    Compared are the first tokens of both, for a row of a padded table may be longer than the sequence that it came to.
-    To fit is to be as near as the nearest twentieth of the rollout's own rows are to one another, and within a healthy
-    size. H0: no more of them fit than of those, which is chance. Mates may be outside the dump, and rows may be too
-    alike to be told apart: what is detectable is so where two fifths of those that moved are known again.
+    To fit is to be of a healthy size at all tokens that both have, and at each of the three or more that are far from
+    their own row. H0: as many fit as of rows that are moved by five tokens, which belong to no row.
     """
-    from scipy.special import bdtrc, pdtri
+    from scipy.special import bdtrc
 
-    t, b = e.clean, of("rows")
-    count = np.bincount(t.sequence)
-    long = np.flatnonzero(count >= b.tokens)[:_ROWS]
-    if len(long) < b.fewest:
-        return untested("rows", f"{len(long)} sequences of three tokens or more; {b.fewest} at least")
-    first = np.searchsorted(t.sequence, long)
-    width = int(min(_ROW, count[long].max()))
-    at, real = first[:, None] + np.arange(width), np.arange(width) < np.minimum(count[long], width)[:, None]
-    at = np.minimum(at, len(t.x) - 1)
-    x, y = np.where(real, t.x[at], np.nan), np.where(real, t.y[at], np.nan)
-    texts = np.unique([e.dump.sequences[row].tokens.tobytes() for row in long], return_inverse=True)[1]
-    twins = texts[:, None] == texts
-    if twins.all(1).any():
-        return untested("rows", "every sequence is the same")
-    apart = _apart(y, x)
-    own, mate = np.diag(apart), np.where(twins, np.inf, apart).argmin(1)
-    other = apart[np.arange(len(own)), mate]
-    nearest = np.where(twins, np.inf, _apart(x, x)).min(1)
-    close = min(e.usual, float(np.quantile(nearest, b.close, method="lower")))
-    bad = own > e.usual
-    hit = bad & (other <= np.minimum(close, own * b.nearer))
-    hits, tried, by_chance = int(hit.sum()), int(bad.sum()), (float((nearest <= close).sum()) + 1) / (len(nearest) + 2)
-    beyond = hits / max(tried, 1) - by_chance > b.beyond and len(set(t.unit[first[hit]])) >= b.units
-    good = len(own) - tried
-    if by_chance > b.chance or (not beyond and good >= FEWEST and (own <= close).sum() < b.known * good):
+    b = of("rows")
+    table = _table(e)
+    if len(table.numbers) < b.fewest:
+        return untested("rows", f"{len(table.numbers)} sequences of three tokens or more; {b.fewest} at least")
+    own = table.apart(table.y, table.x)
+    bad = np.flatnonzero(_rms(own) > e.usual).tolist()
+    mates = {row: mate for row in bad if (mate := table.mate(row, table.y[row], e.usual)) is not None}
+    moved = [np.append(row[_CONTROL:], np.full(_CONTROL, np.nan)) for row in table.y]
+    controls = sum(table.mate(row, other, e.usual) is not None for row, other in enumerate(moved))
+    by_chance = (controls + 1) / (len(moved) + 2)
+    if by_chance > b.chance:
         return untested("rows", "sequences are too alike to say whose row one is")
-    least = next(k for k in itertools.count(3) if bdtrc(k - 1, round(k / b.known), by_chance) < LEVEL / tests)
-    group = [e.dump.sequences[row].group for row in long]
-    near = np.mean([group[n] == group[mate[n]] and group[n] is not None for n in np.flatnonzero(hit)]) if hits else 0.0
+    hits, tried = len(mates), len(bad)
+    groups = [e.dump.sequences[number].group for number in table.numbers]
+    near = np.mean([groups[n] is not None and groups[n] == groups[mate] for n, mate in mates.items()]) if hits else 0.0
     where = "of the same prompt" if near > 0.8 else "of the dump"
-    said = f"{hits} of {len(own)} sequences fit another row {where} and not their own"
-    return Finding("rows", True, float(bdtrc(hits - 1, tried, by_chance)) if beyond else 1.0, hits / len(own),
-                   "of sequences", float(pdtri(least - 1, 1 - POWER)) / len(own), said,
-                   rest=np.where(np.isin(t.sequence, long[hit]), 0.0, t.d))  # fmt: skip
+    said = f"{hits} of {len(table.numbers)} sequences fit another row {where} and not their own"
+    p = float(bdtrc(hits - 1, tried, by_chance)) if hits >= b.hits else 1.0
+    return Finding("rows", True, p, hits / len(table.numbers), "of sequences", b.hits / len(table.numbers), said,
+                   rest=np.where(np.isin(e.clean.sequence, table.numbers[list(mates)]), 0.0, e.clean.d))  # fmt: skip
 
 
-def _apart(one_RT: Array, other_RT: Array) -> Array:
-    """Root mean square of u between every row of ``one`` and every row of ``other`` over the tokens that both have,
-    |u| up to 5; R,R. Two rows of less than three such tokens are far apart."""
-    found = []
-    for a in one_RT:
-        least = np.minimum(np.minimum(a, other_RT), 0.0)
-        u = np.clip((a - other_RT) / np.maximum(-np.expm1(least), CERTAIN), -CAP, CAP)
-        count = np.isfinite(u).sum(1)
-        near = np.sqrt(np.nansum(u**2, 1) / np.maximum(count, 1))
-        found.append(np.where(count >= of("rows").tokens, near, CAP))
-    return np.stack(found)
+@dataclass(frozen=True)
+class _Table:
+    """Both sides' log-probs by position, R,W, NaN where one has none; ``numbers`` of the sequences."""
+
+    numbers: Array
+    x: Array
+    y: Array
+
+    def apart(self, one: Array, other: Array) -> Array:
+        """u, up to 5, NaN where one is."""
+        least = np.minimum(np.minimum(one, other), 0.0)
+        return np.clip((one - other) / np.maximum(-np.expm1(least), CERTAIN), -CAP, CAP)
+
+    def mate(self, row: int, y_W: Array, usual: float) -> int | None:
+        """The row of the rollout that ``y_W`` fits where it is far from ``row``'s; None where none does."""
+        b = of("rows")
+        far_W = np.abs(self.apart(y_W, self.x[row])) > b.far * usual
+        u_RW = self.apart(y_W[None], self.x)
+        both = np.isfinite(u_RW)
+        told = (both & far_W).sum(1)
+        fits = ((np.abs(u_RW) < b.far * usual) & far_W).sum(1) >= b.fit * told
+        good = fits & (told >= b.tokens) & (both.sum(1) >= b.known * np.isfinite(y_W).sum())
+        good[row] = False
+        good &= _rms(u_RW) <= usual
+        return int(np.argmax(np.where(good, told, 0))) if good.any() else None
+
+
+def _table(e: Evidence) -> _Table:
+    t = e.clean
+    long = np.flatnonzero(np.bincount(t.sequence) >= of("rows").tokens)[:_ROWS]
+    keep = np.isin(t.sequence, long) & (t.position < _ROW)
+    row, place = np.searchsorted(long, t.sequence[keep]), t.position[keep]
+    sides = np.full((2, len(long), int(place.max(initial=0)) + 1), np.nan)
+    sides[0, row, place], sides[1, row, place] = t.x[keep], t.y[keep]
+    return _Table(long, sides[0], sides[1])
+
+
+def _rms(u: Array) -> Array:
+    """Of each row; infinite where there is nothing."""
+    count = np.asarray(np.isfinite(u).sum(1))
+    return np.where(count > 0, np.sqrt(np.nansum(u**2, 1) / np.maximum(count, 1)), np.inf)
+
+
+def unrelated(e: Evidence, tests: int) -> Finding:
+    """The rank correlation of both sides' log-probs, where the gap is far beyond a healthy size. Of the same tokens by
+    like policies it is above 0.8; H0: it is above the bound."""
+    b, t = of("unrelated"), e.clean.telling
+    if t.units < FEWEST or len(t.x) < b.fewest:
+        return few("unrelated", t.units)
+    ranks = [np.argsort(np.argsort(side)).astype(float) / len(side) - 0.5 for side in (t.x, t.y)]
+    sums = sums_by(t.unit, ranks[0] * ranks[1], ranks[0] ** 2, ranks[1] ** 2)
+    found = tested(sums, lambda s: -s[..., 0] / np.maximum(np.sqrt(s[..., 1] * s[..., 2]), 1e-30), -b.together, tests)
+    far = float((np.abs(t.u) > e.usual).mean())
+    said = f"the ranks of the two sides' log-probs correlate by {-found.value:.2f}; those of the same tokens do by 0.8"
+    return found_as("unrelated", found, "", said, effect=-found.value, also=e.too_large(t, tests).p,
+                    holds=far > b.far and t.size > b.size, detectable=b.together,
+                    rest=np.zeros(len(e.clean.x)))  # fmt: skip
 
 
 # another law
@@ -449,6 +536,9 @@ def support(e: Evidence, tests: int) -> Finding:
     if clear:
         said += f", at all {far} of {len(t.u):,} tokens that differ far"
     throughout = not alone and lean > b.lean and t.size > e.usual * b.size
+    # A law is of all sequences: what differs far is not in few of them alone.
+    here = different(t.sequence[some.far])
+    holds = holds and here >= min(b.sequences * different(t.sequence), b.spread * far)
     return found_as("support", share, "nats", said, effect=broad, detectable=max(3 * other.size, e.usual * b.size),
                     holds=holds and (throughout or clear), also=0.0 if throughout else some.p,
                     rest=np.where(sign, 0.0, e.clean.d))  # fmt: skip
@@ -458,7 +548,7 @@ def support(e: Evidence, tests: int) -> Finding:
 
 
 def coarse(e: Evidence, tests: int) -> Finding:
-    """One side's log-probs lie on the grid of a half, or on decimals. By chance: 2^-13 of them and less.
+    """One side's log-probs or probabilities lie on the grid of a half, or on decimals. By chance: 2^-13 and less.
 
     Rounding to a grid of step q leaves an error of q / sqrt(12); so much of d it explains.
     """

@@ -31,8 +31,11 @@ def first_line(found: Diagnosis) -> str:
     if found.basis is Basis.ROUTERS:
         return "Healthy: the two sides differ by rounding, and at a few tokens by experts that their routers chose."
     if found.verdict is Verdict.HEALTHY:
-        equal = found.basis is Basis.EQUAL
-        return "Healthy: both sides are equal." if equal else "Healthy: the two sides differ by rounding alone."
+        if found.basis is not Basis.EQUAL:
+            return "Healthy: the two sides differ by rounding alone."
+        if may_be_copied(found.framework):
+            return "Both sides are equal: exact kernels do that, and so does a copy of one side."
+        return "Healthy: both sides are equal."
     if found.verdict is Verdict.UNKNOWN:
         return f"I cannot tell: {found.why}."
     if found.verdict is Verdict.LARGE:
@@ -115,10 +118,16 @@ class Healthy:
     routed: bool = False
 
 
-def healthy(basis: Basis, g: Healthy) -> str:
+def may_be_copied(framework: str) -> bool:
+    """Whether equal log-probs may be one side's, saved twice: a run of ours computes both."""
+    return framework != "mantissa"
+
+
+def healthy(basis: Basis, g: Healthy, framework: str) -> str:
     """With the sizes of faults that this sample would have shown."""
     if basis is Basis.EQUAL:
-        return "healthy noise: every log-prob is equal on both sides, to the last bit"
+        copy = "; exact kernels do that, and so does a copy of one side" if may_be_copied(framework) else ""
+        return f"healthy noise: every log-prob is equal on both sides, to the last bit{copy}"
     if basis is Basis.NOTHING:
         return f"healthy noise: d is {g.d_rms:.1e} nats; nothing to do"
     if basis is Basis.CERTAIN:
@@ -237,6 +246,21 @@ def unknown(dump: Dump, every: Sequence[Finding], size: Finding, causing: Sequen
 def remark(each: Finding) -> str:
     """A habit or a place that was found and is not the cause."""
     return f"{facts().faults[each.name].title}: {each.said}; it explains {each.share:.1%} of the squared gap"
+
+
+def above_zero(side: Which, most: float) -> str:
+    """Values above 0 that are too few, and too small, to be anything else than log-probs."""
+    return f"some of the {side}'s log-probs are above 0, by up to {most:.2g}: a log-sum-exp in a half makes such values"
+
+
+def twice(again: int, rows: int) -> str:
+    """Sequences that stood there before."""
+    return f"{again:,} of {rows:,} sequences stand there twice, with the same log-probs: each was counted once"
+
+
+def copies(equal: int, sequences: int) -> str:
+    """Sequences that are one side's, saved twice."""
+    return f"{equal:,} of {sequences:,} sequences are equal on both sides to the last bit, and others are not: copies"
 
 
 def others(figures: Mapping[str, Any], bound: float) -> str:

@@ -131,6 +131,6 @@ def open_for_doctor(path: str, dump: Dump, other: str | None, device: torch.devi
     """By what ``--model`` names: the dump's own run, whose checkpoints are looked at, or any model."""
     own = dump.run is not None and Path(path).resolve() == dump.run.resolve()
     opened = open_run(dump, other, device) if own else open_model(path, dump, other, device)
-    if not routes(opened.model.config):
+    if (experts := routes(opened.model.config)) is None:
         return opened
-    return replace(opened, dump=replace(opened.dump, settings=replace(opened.dump.settings, experts=True)))
+    return replace(opened, dump=replace(opened.dump, settings=replace(opened.dump.settings, experts=experts)))

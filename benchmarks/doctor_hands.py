@@ -1,0 +1,239 @@
+"""The doctor on sets of dumps that others made: ``python benchmarks/run.py doctor_hands FOLDER ...``.
+
+A set is a folder of dumps in the plain schema with ``truth.jsonl``, a row a dump: file, kind, healthy, size (small or
+large), strength, family, formats, d_rms and healthy_d_rms. Three were written without a look at the doctor, each by
+another hand: engines and weights (a), recording, masking and bookkeeping (b), and a held-out one of everything (c). The
+sets are not in this repository; a row has the digest of what it is of.
+
+Outcomes: ``named`` (a name that is true of the kind: ``RIGHT``), ``half`` (one of two names is), ``wrong``,
+``undecided`` (not known, or too large without a name), ``hidden`` (healthy, and the size of u is below the fault that
+the answer's own line says it would have seen), ``missed`` (healthy, and it is not), ``said`` (healthy, and the fault is
+one that a remark names). Of healthy dumps: ``healthy``, ``few``, ``alarm``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from runner import Rows, case
+
+from mantissa.base.provenance import stamp
+from mantissa.doctor.diagnosis import Basis, Diagnosis, Verdict
+from mantissa.doctor.examine import examine
+from mantissa.doctor.readers import read_dump
+
+# What a remark or the first line must say of faults that leave the gap a healthy one.
+SAID = {"bypass_copies_rollout": "copy", "rows_duplicated": "twice", "samples_share_seed": "twice",
+        "few_decimals": "rounded", "stored_in_low_precision": "rounded", "logp_rounded": "rounded"}  # fmt: skip
+# Names that are true of each kind, kinds of the three sets together; a kind that is not here has none.
+RIGHT: dict[str, tuple[str, ...]] = {}
+for _names, _kinds in (
+    ("weights unrelated stale",
+     "activation_variant activations_fp8 async_lag_recorded attention_scale_wrong "
+     "attention_softcap_missing embed_scale_wrong embeddings_not_synced experts_permuted "
+     "fp8_weight_scale_stale fused_projection_order gqa_heads_tiled layers_not_synced layers_swapped "
+     "lora_not_applied lora_not_merged lora_partial_targets lora_scaled_twice moe_experts_permuted "
+     "moe_replay_shift norm_eps_wrong norm_plus_one_missing partial_weight_sync qk_norm_skipped "
+     "quant_scale_stale rollout_weights_quantised router_weights_not_renormalised stale_weights "
+     "tp_bias_added_per_rank tp_rank_stale tp_shard_layout weights_quantised"),
+    ("support cut_off",
+     "allowed_words_rollout_only banned_words grammar_rollout_only min_p_rollout_only "
+     "tokens_banned_in_sampler top_k_rollout_only top_k_unrecorded top_p_rollout_only top_p_unrecorded "
+     "vocab_padding_in_softmax"),
+    ("stale weights some_sequences",
+     "async_lag"),
+    ("single_tokens",
+     "block_boundary_kernel"),
+    ("single_tokens position",
+     "chunk_edge_wrong_label"),
+    ("prompt padding unrelated onset",
+     "chunked_prefill_context_lost chunked_prefill_positions"),
+    ("clamped",
+     "clamped_from_below logp_clipped"),
+    ("weights unrelated stale position",
+     "conv1d_transposed experts_not_synced router_top_k_wrong"),
+    ("single_tokens unrelated",
+     "cp_boundary_labels"),
+    ("summed",
+     "cumulative_recorded"),
+    ("prompt onset position unrelated",
+     "decode_position_off decode_positions_shifted"),
+    ("weights clipped_gap",
+     "difference_clipped"),
+    ("weights unrelated single_tokens",
+     "draft_logprobs_recorded"),
+    ("weights unrelated",
+     "draft_logps_recorded"),
+    ("nondeterministic experts",
+     "dropout_left_on expert_capacity_drops moe_capacity_drop moe_router_jitter router_jitter_on"),
+    ("prompt first_token mid_sequence padding onset",
+     "earlier_span_stripped"),
+    ("unscored end_token first_token not_logprobs cut_off",
+     "end_appended_unsampled first_token_no_logp forced_prefix_counted learner_tail_missing "
+     "padding_counted sentinel_for_missing tool_mask_inverted tool_tokens_unmasked"),
+    ("min_tokens",
+     "end_banned_early"),
+    ("argmax unrelated some_sequences",
+     "entropy_instead"),
+    ("min_tokens support logit_bias",
+     "eos_suppressed"),
+    ("coarse_logprobs clamped",
+     "few_decimals stored_in_low_precision"),
+    ("soft_cap temperature",
+     "final_softcap_wrong"),
+    ("nonfinite unscored",
+     "fp16_overflow"),
+    ("half_logits",
+     "fp32_claimed"),
+    ("support repetition temperature",
+     "generation_config_defaults padded_vocab_in_softmax top_p_learner_only vocab_shard_softmax"),
+    ("onset mid_sequence weights stale",
+     "inflight_update_unrecorded"),
+    ("some_sequences mid_sequence onset",
+     "kv_block_clobbered"),
+    ("some_sequences stale onset mid_sequence",
+     "kv_block_overwritten"),
+    ("position onset prompt",
+     "kv_cache_fp8 rope_config_wrong rope_scaling_ignored rope_table_bf16 rope_theta_wrong "
+     "sliding_window_wrong"),
+    ("nondeterministic",
+     "learner_dropout"),
+    ("shift moved_from some_sequences unrelated",
+     "learner_label_shift"),
+    ("shift unrelated",
+     "learner_logits_unshifted"),
+    ("coarse_logprobs half_logits",
+     "learner_logsoftmax_bf16"),
+    ("weights unrelated stale some_sequences",
+     "learner_moved_between_minibatches"),
+    ("weights stale",
+     "learner_scored_after_update stale_rollout_weights"),
+    ("shift moved_from",
+     "learner_slice_one_early rollout_first_logp_dropped"),
+    ("unscored end_token cut_off",
+     "learner_tail_zero mask_shifted pad_tokens_compared stop_token_zero tool_tokens_compared"),
+    ("padding prompt",
+     "left_padding_attended"),
+    ("rows unrelated",
+     "length_sort_not_undone rows_permuted rows_swapped_in_group shards_joined_wrong"),
+    ("units some_sequences",
+     "log_base"),
+    ("clamped not_logprobs raised",
+     "log_of_p_plus_eps"),
+    ("logit_bias",
+     "logit_bias_rollout_only"),
+    ("unnormalised",
+     "logit_minus_max"),
+    ("coarse_logprobs",
+     "logp_rounded"),
+    ("some_sequences stale",
+     "one_replica_stale"),
+    ("prompt padding first_token nondeterministic",
+     "packed_rows_see_each_other"),
+    ("nondeterministic some_sequences prompt",
+     "packing_leak"),
+    ("prompt mid_sequence onset padding some_sequences",
+     "pad_id_masks_real_tokens"),
+    ("support",
+     "padded_vocab_counted top_k_only_in_rollout top_p_only_in_rollout"),
+    ("prompt padding unrelated",
+     "padding_attended padding_counted_in_positions prompts_right_padded"),
+    ("prompt padding first_token onset some_sequences",
+     "pads_attended prompt_template_differs prompt_truncated stale_prefix_cache"),
+    ("some_sequences stale prompt padding unrelated",
+     "prefix_cache_stale prefix_cache_wrong_hit"),
+    ("repetition",
+     "presence_penalty_rollout_only repetition_penalty_in_rollout repetition_penalty_on "
+     "repetition_penalty_rollout_only"),
+    ("coarse_logprobs clamped half_logits",
+     "prob_quantised"),
+    ("not_logprobs",
+     "probability_not_log sign_flipped"),
+    ("prompt first_token mid_sequence padding some_sequences",
+     "prompt_cut_in_learner"),
+    ("shift rows moved_from unrelated",
+     "prompt_logps_recorded"),
+    ("moved_from shift prompt",
+     "prompt_seam_retokenised"),
+    ("temperature",
+     "raw_logprobs_recorded temperature_ignored_by_learner temperature_learner_only "
+     "temperature_not_divided temperature_only_in_rollout temperature_rollout_only temperature_twice"),
+    ("moved_from shift",
+     "resume_repeats_a_logp stop_tokens_trimmed_logps_not"),
+    ("moved_from shift mid_sequence unrelated",
+     "resume_shift retokenised"),
+    ("moved_from shift rows unrelated",
+     "retokenised_learner"),
+    ("moved_from rows unrelated",
+     "ring_chunks_out_of_order"),
+    ("unrelated some_sequences",
+     "rollout_from_other_step"),
+    ("repeated",
+     "sequence_mean_recorded"),
+    ("single_tokens weights",
+     "speculative_draft_logp"),
+    ("position onset prompt some_sequences",
+     "split_kv_merge_wrong"),
+    ("unscored end_token summed repeated",
+     "sum_at_last_token"),
+    ("prompt first_token mid_sequence padding",
+     "template_differs"),
+    ("unscored single_tokens",
+     "tool_mask_shifted"),
+    ("argmax",
+     "top1_logp_recorded"),
+    ("cut_off support unscored",
+     "top_p_set_recomputed"),
+    ("clamped support single_tokens cut_off",
+     "topk_floor_recorded"),
+    ("unscored cut_off",
+     "topn_missing_zero"),
+    ("weights stale some_sequences",
+     "updated_between_minibatches"),
+    ("unrelated",
+     "vocabulary_offset"),
+    ("onset mid_sequence stale weights",
+     "weights_changed_mid_generation"),
+    ("mid_sequence weights stale",
+     "weights_updated_mid_generation"),
+):  # fmt: skip
+    RIGHT |= dict.fromkeys(_kinds.split(), tuple(_names.split()))
+
+
+def outcome(truth: dict[str, Any], found: Diagnosis) -> str:
+    """What an answer is worth."""
+    if truth["healthy"]:
+        return {Verdict.HEALTHY: "healthy", Verdict.UNKNOWN: "few"}.get(found.verdict, "alarm")
+    right = RIGHT.get(truth["kind"], ())
+    if found.verdict is Verdict.FAULT:
+        assert found.fault is not None
+        names = [found.fault.name, *found.fault.also, *([found.second.name] if found.second else [])]
+        return "named" if names[0] in right else "half" if set(names) & set(right) else "wrong"
+    if found.verdict is not Verdict.HEALTHY:
+        return "undecided"
+    if SAID.get(truth["kind"], "\0") in " ".join((found.headline, *found.remarks)):
+        return "said"
+    size = next(each.detectable for each in found.findings if each.name == "too_large")
+    sized = found.basis is Basis.ROUNDING and size is not None
+    return "missed" if found.figures["u_rms"] > (size if sized and size else 1.0) else "hidden"
+
+
+@case(folders=())
+def doctor_hands(folders: Sequence[Path] = ()) -> Rows:
+    """One row a set: how often each outcome is seen, and each wrong or missed answer by kind."""
+    for folder in map(Path, folders):
+        text = (folder / "truth.jsonl").read_text()
+        truths, digest = [json.loads(line) for line in text.splitlines()], hashlib.sha256(text.encode())
+        for truth in truths:
+            digest.update((folder / truth["file"]).read_bytes())
+        told = [(outcome(truth, examine(read_dump(folder / truth["file"]))), truth) for truth in truths]
+        bad = Counter(f"{what}: {truth['kind']}" for what, truth in told if what in ("wrong", "missed", "alarm"))
+        yield {"benchmark": "doctor_hands", "set": folder.parent.name, "dumps": len(truths),
+               "digest": digest.hexdigest()[:16], "outcomes": dict(Counter(what for what, _ in told)),
+               "small": dict(Counter(what for what, truth in told if truth["size"] == "small")),
+               "bad": dict(sorted(bad.items()))} | stamp("cpu")  # fmt: skip

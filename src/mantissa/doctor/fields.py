@@ -1,0 +1,184 @@
+"""Numbers that are not a log-prob a token: one a sequence, running sums, values that were cut at a bound.
+
+Each is arithmetic on the other side's log-probs, tested directly and before any law: a program saved the wrong field.
+
+Legend: N compared tokens that both sides scored, S sequences, x and y one side's log-probs and the other's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from mantissa.doctor.diagnosis import Finding
+from mantissa.doctor.dump import Dump, Scored
+from mantissa.doctor.evidence import Evidence, few
+from mantissa.doctor.sample import SIDES, Array, Tokens, different
+from mantissa.doctor.thresholds import FEWEST, LONG, SAME, TWICE, of
+
+
+def repeated(e: Evidence, tests: int) -> Finding:
+    """One number for all tokens of a sequence, the mean or the sum of the other side's or another, in some or all."""
+    t, b = e.clean, of("repeated")
+    first, count, long = _sequences(t, b.tokens)
+    if len(long) < FEWEST:
+        return few("repeated", len(long))
+    best, said, rest = 0, "no side has one number a sequence", t.d
+    for side, own, other in ((0, t.x, t.y), (1, t.y, t.x)):
+        alike = (_spread(own, first) < SAME) & (_spread(other, first) > b.apart) & (count >= b.tokens)
+        alike &= np.minimum.reduceat(own, first) < -SAME  # a cut law's certain tokens have all 0
+        if alike.sum() <= max(best, b.sequences * len(long), 1):
+            continue
+        best = int(alike.sum())
+        value, sums = np.maximum.reduceat(own, first), np.add.reduceat(other, first)
+        like = {"the mean": sums / count, "the sum": sums}
+        near = {name: float(np.median(np.abs(value / each - 1)[alike])) for name, each in like.items()}
+        name = min(near, key=lambda each: near[each])
+        what = f", {name} of the other side's" if near[name] < b.near else ""
+        said = f"the {SIDES[side]} has one number for all tokens of a sequence{what}, in {best} of {len(long)}"
+        rest = np.where(np.repeat(alike, count), 0.0, t.d)
+    share = best / len(long)
+    return Finding(
+        "repeated", True, 0.0 if best else 1.0, share, "of sequences", b.sequences, said, exact=True, rest=rest
+    )
+
+
+def summed(e: Evidence, tests: int) -> Finding:
+    """One side's are sums of the other's log-probs to each token, or from each token on, or their means, in some
+    sequences or all, and fit the other side's own far worse."""
+    t, b = e.clean, of("summed")
+    first, count, _ = _sequences(t, b.tokens)
+    whole = count == _lengths(e)[t.sequence[first]]  # a gap would end a sum
+    long = whole & (count >= b.tokens)
+    if long.sum() < FEWEST:
+        return few("summed", int(long.sum()))
+    best, said, rest = 0, "no side's are sums of the other's", t.d
+    for side, own, other in ((0, t.x, t.y), (1, t.y, t.x)):
+        # A sum has the errors of all its parts; by their roots, for errors of two tokens are not of one sign.
+        noise, step = 4 * e.usual, _steps(first, count)
+        plain = np.abs(own - other) < noise + b.near * np.abs(other)
+        for name, (made, parts) in _sums(other, first, count, step).items():
+            room = noise * np.sqrt(parts) + b.near * np.abs(made)
+            fits, telling = np.abs(own - made) < room, np.abs(made - other) > room
+            told = np.add.reduceat(telling, first)
+            hit = long & (told >= b.tokens) & (np.add.reduceat(fits & telling, first) >= b.fits * told)
+            hit &= np.add.reduceat(fits, first) - np.add.reduceat(plain, first) > b.better * count
+            if hit.sum() > best:
+                best, rest = int(hit.sum()), np.where(np.repeat(hit, count), 0.0, t.d)
+                said = (
+                    f"the {SIDES[side]}'s are {name} of the other side's log-probs, in {best} of {long.sum()} sequences"
+                )
+    share = best / int(long.sum())
+    return Finding("summed", True, 0.0 if best else 1.0, share, "of sequences", b.fits, said, exact=True, rest=rest)
+
+
+def clipped_gap(e: Evidence, tests: int) -> Finding:
+    """The largest difference to one side stands at several tokens to the last bits: it was clipped there."""
+    t, b = e.clean, of("clipped_gap")
+    ends, where = list[str](), np.zeros(len(t.x), dtype=bool)
+    if len(t.d) and not any(e.grids):
+        bits = 4 * np.finfo(np.float32).eps * np.maximum(np.abs(t.x), np.abs(t.y))
+        for sign in (1.0, -1.0):
+            most = float((sign * t.d).max())
+            here = (np.abs(sign * t.d - most) <= bits + b.near * most) & (bits < b.bits * most)
+            some = here.sum() >= max(b.fewest, b.share * len(t.d)) and different(t.unit[here]) >= b.units
+            if most > b.least * e.usual and most > SAME and some:
+                ends.append(f"{sign * most:+.3g} at {int(here.sum()):,} tokens")
+                where |= here
+    said = f"the largest differences are one to the last bits, {' and '.join(ends)}" if ends else "none is repeated"
+    share = float(where.mean()) if len(where) else 0.0
+    return Finding("clipped_gap", True, 0.0 if ends else 1.0, share, "of tokens", 0.0, said, exact=True)
+
+
+def raised(e: Evidence, tests: int) -> Finding:
+    """y = log(exp(x) + eps): exp(y) - exp(x) is one number, at nearly all tokens where noise would not hide it."""
+    t, b = e.clean, of("raised")
+    if t.units < FEWEST:
+        return few("raised", t.units)
+    best, said, rest = 0.0, "no number was added to a side's probabilities", t.d
+    for side, own, other in ((0, t.x, t.y), (1, t.y, t.x)):
+        more = np.exp(own) - np.exp(other)
+        rare = np.argsort(other, kind="stable")[: max(b.fewest, len(other) // 10)]
+        added = float(np.median(more[rare]))
+        noise = b.noise * e.usual * np.exp(other) * t.uncertain
+        telling = noise < added / 3
+        if added <= 0 or telling.sum() < b.fewest or different(t.unit[telling]) < b.units:
+            continue
+        far = np.log1p(added / np.exp(other)) > b.far * e.usual
+        fits = np.abs(more - added) <= noise + b.near * added
+        share = float(fits[telling].mean())
+        if share > max(best, b.fits) and float(fits.mean()) > b.all and (far & telling).sum() >= b.fewest:
+            best, rest = share, own - np.logaddexp(other, np.log(added))
+            said = f"the {SIDES[side]}'s probabilities are {added:.2g} above the other side's, at {share:.0%} of tokens"
+    return Finding("raised", True, 0.0 if best else 1.0, best, "of tokens", b.fits, said, rest=rest)
+
+
+def clamped(e: Evidence, tests: int) -> Finding:
+    """One side has nothing beyond a bound, which stands wherever the other side is beyond it."""
+    tokens = sum(each.tokens for each in e.cuts)
+    share = tokens / max(1, len(e.all.x))
+    said = "; ".join(map(str, e.cuts)) or "no side's are cut at a bound"
+    return Finding("clamped", True, 0.0 if tokens else 1.0, share, "of tokens", 0.0, said, exact=True)
+
+
+def _sequences(t: Tokens, tokens: int) -> tuple[Array, Array, Array]:
+    """Of each sequence with a compared token: where its tokens begin, how many they are; and which have ``tokens``."""
+    first = np.flatnonzero(np.diff(t.sequence, prepend=-1))
+    count = np.diff(np.append(first, len(t.sequence)))
+    return first, count, np.flatnonzero(count >= tokens)
+
+
+def _lengths(e: Evidence) -> Array:
+    """int64 [S]: response positions of each sequence that count."""
+    return np.array([int(each.mask.sum()) for each in e.dump.sequences], dtype=np.int64)
+
+
+def _spread(values: Array, first: Array) -> Array:
+    return np.maximum.reduceat(values, first) - np.minimum.reduceat(values, first)
+
+
+def _steps(first: Array, count: Array) -> Array:
+    """float64 [N]: the number of each token in its sequence, from 1."""
+    return (np.arange(int(count.sum())) - np.repeat(first, count) + 1).astype(float)
+
+
+def _sums(x: Array, first: Array, count: Array, step: Array) -> dict[str, tuple[Array, Array]]:
+    """What may stand in place of each log-prob, and of how many it is the sum (for a mean: what its error is of)."""
+    every = np.cumsum(x)
+    before = np.repeat(every[first] - x[first], count)
+    running, total = every - before, np.repeat(np.add.reduceat(x, first), count)
+    n = np.repeat(count, count).astype(float)
+    return {
+        "running sums": (running, step),
+        "running means": (running / step, np.ones(len(x))),
+        "sums from each token on": (total - running + x, n - step + 1),
+        "shares of the sequence's length": (x / n, 1 / n**2),
+    }
+
+
+def distinct(dump: Dump) -> tuple[Dump, int]:
+    """The dump with each sequence once, and how many stood there before: same tokens and same log-probs on both sides.
+    Fewer than a quarter are left where they are, and so are short ones, which are drawn twice."""
+    seen = set[tuple[bytes, ...]]()
+    kept = list[Scored]()
+    for each in dump.sequences:
+        key = _key(each)
+        if key not in seen or len(each.mask) < LONG:
+            kept.append(each)
+        seen.add(key)
+    again = len(dump.sequences) - len(kept)
+    return (replace(dump, sequences=kept), again) if again > TWICE * len(dump.sequences) else (dump, 0)
+
+
+def _key(each: Scored) -> tuple[bytes, ...]:
+    return each.tokens.tobytes(), each.rollout_logp.tobytes(), each.learner_logp.tobytes(), each.mask.tobytes()
+
+
+def copied(t: Tokens) -> tuple[int, int]:
+    """Sequences of three compared tokens or more, none of them certain, that are equal on both sides to the last bit,
+    and how many there are."""
+    told = t.telling
+    count, equal = np.bincount(told.sequence), np.bincount(told.sequence, weights=told.d == 0)
+    long = count >= of("repeated").tokens
+    return int((long & (equal == count)).sum()), int(long.sum())

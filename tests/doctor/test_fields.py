@@ -1,0 +1,143 @@
+"""Numbers that are no log-prob a token are told from laws and weights, by what they are of the other side's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import dumps
+from mantissa.doctor.diagnosis import Basis, Diagnosis, Verdict
+from mantissa.doctor.dump import Scored
+from mantissa.doctor.examine import examine
+
+SIZES = {"large": dumps.healthy(32, 4, 48), "small": dumps.healthy(8, 4, 32)}
+Change = Callable[[np.ndarray], np.ndarray]
+
+
+def swapped(s: Scored) -> Scored:
+    return dataclasses.replace(s, rollout_logp=s.learner_logp, learner_logp=s.rollout_logp)
+
+
+def answer(size: str, change: Change, side: str = "learner") -> Diagnosis:
+    rows = [dataclasses.replace(s, learner_logp=change(s.learner_logp.copy())) for s in SIZES[size]]
+    rows = rows if side == "learner" else [swapped(s) for s in rows]
+    return examine(dumps.dump_of(rows, rollout_format="bf16", learner_format="bf16", experts=False, temperature=1.0))
+
+
+def first(x: np.ndarray, value: float) -> np.ndarray:
+    x[0] = value
+    return x
+
+
+def beyond(x: np.ndarray, place: int) -> np.ndarray:
+    x[place:] = np.nan
+    return x
+
+
+def overflown(x: np.ndarray) -> np.ndarray:
+    """No number from a token of its own on, in a third of the sequences."""
+    at = int(1e6 * abs(x[0])) % (3 * len(x))
+    x[at:] = np.nan
+    return x
+
+
+CHANGES: dict[str, tuple[str, Change]] = {
+    "clamped at -3": ("clamped", lambda x: np.maximum(x, -3.0)),
+    "clamped at -2": ("clamped", lambda x: np.maximum(x, -2.0)),
+    "clamped at -0.05": ("clamped", lambda x: np.minimum(x, -0.05)),
+    "running sums": ("summed", np.cumsum),
+    "sums to the end": ("summed", lambda x: np.cumsum(x[::-1])[::-1]),
+    "running means": ("summed", lambda x: np.cumsum(x) / np.arange(1, len(x) + 1)),
+    "over the length": ("summed", lambda x: x / len(x)),
+    "the mean": ("repeated", lambda x: np.full_like(x, x.mean())),
+    "the sum": ("repeated", lambda x: np.full_like(x, x.sum())),
+    "the first one": ("repeated", lambda x: np.full_like(x, x[0])),
+    "no first number": ("unscored", lambda x: first(x, np.nan)),
+    "none from the twentieth on": ("unscored", lambda x: beyond(x, 20)),
+    "an overflow": ("nonfinite", overflown),
+}
+
+
+@pytest.mark.parametrize("side", ["learner", "rollout"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_wrong_field_is_called_by_its_name(name: str, size: str, side: str) -> None:
+    wanted, change = CHANGES[name]
+    found = answer(size, change, side)
+    assert found.fault is not None, found.headline
+    assert (found.verdict, found.fault.name) == (Verdict.FAULT, wanted), found.headline
+    assert found.second is None, found.headline
+    assert side in found.headline or wanted in ("unscored",), found.headline
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_healthy_dump_has_no_wrong_field(size: str) -> None:
+    assert answer(size, lambda x: x).verdict is Verdict.HEALTHY
+
+
+def test_the_rest_is_judged_where_a_bound_cut_some() -> None:
+    found = answer("large", lambda x: np.maximum(x, -3.0))
+    assert found.figures["u_rms"] < 0.16  # what the clamp moved by nats is not in it
+    assert "stands at" in found.headline
+
+
+def test_a_few_values_just_above_zero_are_a_remark() -> None:
+    """A log-sum-exp in a half makes such values of certain tokens."""
+    count = iter(range(10**6))
+    found = answer("large", lambda x: np.where(np.arange(len(x)) == 5, 0.0015, x) if next(count) == 3 else x)
+    assert found.verdict is Verdict.HEALTHY, found.headline
+    assert any("above 0" in remark for remark in found.remarks)
+
+
+def test_a_few_values_far_above_zero_are_no_logprobs() -> None:
+    found = answer("large", lambda x: np.where(x > np.sort(x)[-2], 0.6, x))
+    assert found.fault is not None
+    assert found.fault.name == "not_logprobs", found.headline
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_some_rows_that_are_shifted_are_no_engine_with_other_weights(size: str) -> None:
+    rows = [
+        dataclasses.replace(s, learner_logp=np.append(s.learner_logp[1:], s.learner_logp[:1])) if n % 4 == 1 else s
+        for n, s in enumerate(SIZES[size])
+    ]
+    found = examine(dumps.dump_of(rows, rollout_format="bf16", learner_format="bf16", experts=False))
+    assert found.fault is not None, found.headline
+    assert found.fault.name == "moved_from", found.headline
+
+
+def test_rows_in_another_order_with_gaps_are_said_as_that() -> None:
+    """Rows of other lengths leave places without a number, which is no overflow."""
+    draw = np.random.default_rng(4)
+    rows = []
+    for s in SIZES["large"]:
+        n = int(draw.integers(20, len(s.mask) + 1))
+        cut = {name: getattr(s, name)[:n] for name in ("rollout_logp", "learner_logp", "mask")}
+        rows.append(dataclasses.replace(s, tokens=s.tokens[: s.prompt_length + n], **cut))
+    other = [rows[(n + 5) % len(rows)].learner_logp for n in range(len(rows))]
+    rows = [
+        dataclasses.replace(s, learner_logp=np.append(y, np.full(99, np.nan))[: len(s.mask)])
+        for s, y in zip(rows, other, strict=True)
+    ]
+    found = examine(dumps.dump_of(rows, rollout_format="bf16", learner_format="bf16", experts=False))
+    assert found.fault is not None, found.headline
+    assert found.fault.name == "rows", found.headline
+
+
+def test_equal_sides_may_be_one_side_twice() -> None:
+    rows = [dataclasses.replace(s, learner_logp=s.rollout_logp) for s in SIZES["large"]]
+    found = examine(dumps.dump_of(rows))
+    assert (found.verdict, found.basis) == (Verdict.HEALTHY, Basis.EQUAL)
+    assert "copy" in found.headline
+    ours = dataclasses.replace(dumps.dump_of(rows), framework="mantissa")
+    assert "copy" not in examine(ours).headline  # its own exact kernels
+
+
+def test_rows_that_stand_twice_are_said_and_counted_once() -> None:
+    rows = SIZES["small"]
+    found = examine(dumps.dump_of([*rows, *rows, *rows], rollout_format="bf16", learner_format="bf16"))
+    assert any("64 of 96" in remark for remark in found.remarks), found.remarks
+    assert found.figures["sequences"] == len(rows)
