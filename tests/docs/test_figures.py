@@ -214,7 +214,8 @@ def test_rows_name_commits_of_the_history_but_for_those_that_are_marked() -> Non
     named = commits()
     gone = {commit for commit in named if git("merge-base", "--is-ancestor", commit, "HEAD").returncode}
     assert gone == measured.LOST, "measure again what cannot be reached; no commit is added to LOST"
-    assert not any(named[commit] for commit in gone), "a row with a source was measured at a commit that is kept"
+    kept = gone - measured.GONE_WITH_A_MACHINE
+    assert not any(named[commit] for commit in kept), "a row with a source was measured at a commit that is kept"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
