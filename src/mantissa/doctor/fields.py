@@ -116,9 +116,11 @@ def raised(e: Evidence, tests: int) -> Finding:
 
 def clamped(e: Evidence, tests: int) -> Finding:
     """One side has nothing beyond a bound, which stands wherever the other side is beyond it."""
-    tokens = sum(each.tokens for each in e.cuts)
+    # The least of a coarse side's probabilities is no bound that somebody set.
+    cuts = [each for each in e.cuts if not ((grid := e.grids[SIDES.index(each.side)]) and grid.levels)]
+    tokens = sum(each.tokens for each in cuts)
     share = tokens / max(1, len(e.all.x))
-    said = "; ".join(map(str, e.cuts)) or "no side's are cut at a bound"
+    said = "; ".join(map(str, cuts)) or "no side's are cut at a bound"
     return Finding("clamped", True, 0.0 if tokens else 1.0, share, "of tokens", 0.0, said, exact=True)
 
 

@@ -19,7 +19,18 @@ from mantissa.doctor import changes, fields, locations, populations, rules, shap
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence, Test, untested
 from mantissa.doctor.facts import part
-from mantissa.doctor.thresholds import AS_MUCH, ENOUGH, FAR, FEWEST, LEVEL, LITTLE, PARTLY, SECOND, TOGETHER
+from mantissa.doctor.thresholds import (
+    AS_MUCH,
+    ENOUGH,
+    FAR,
+    FEW_OUT,
+    FEWEST,
+    LEVEL,
+    LITTLE,
+    PARTLY,
+    SECOND,
+    TOGETHER,
+)
 
 SIGNATURES: dict[str, Test] = {
     "not_logprobs": values.not_logprobs,
@@ -112,9 +123,14 @@ def causes(evidence: Evidence, every: Sequence[Finding]) -> list[Finding]:
 
 
 def _exact(every: Sequence[Finding]) -> list[Finding]:
-    """What no noise can do, where nothing that explains the gap says why it is there."""
+    """What no noise can do, where nothing that explains the gap says why it is there.
+
+    What leaves out few tokens, and explains none of the others, is not what is wrong with a gap that is too large.
+    """
+    large = any(each.found for each in every if each.name == "too_large")
     enough = {each.name for each in every if each.found and not each.exact and each.share >= ENOUGH}
-    return [each for each in every if each.found and each.exact and not enough.intersection(part(each.name).unless)]
+    found = [each for each in every if each.found and each.exact and not enough.intersection(part(each.name).unless)]
+    return [each for each in found if not large or not part(each.name).one_side or each.share or each.effect > FEW_OUT]
 
 
 def _second(evidence: Evidence, first: Finding) -> tuple[Finding | None, float]:

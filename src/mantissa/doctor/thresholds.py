@@ -39,6 +39,7 @@ AS_MUCH = 0.1  # of sum d^2: shares that are so near are alike
 LITTLE = 0.25  # of sum d^2: the first of two faults may explain so little
 TOGETHER = 0.65  # and both together so much
 SECOND = 0.1  # of sum d^2, that a second fault must hold at least
+FEW_OUT = 0.02  # of the tokens: what leaves out fewer does not make a gap of the others
 WORTH = 0.001  # of sum d^2: beside a fault, a habit that explains less is no news
 CURVE = 0.6  # of sum d^2 on a curve in the log-prob: a law is in it, and a shape may be the law's
 MOST_ALONE, ONE_WAY = 0.5, 0.95  # of sum d^2 in single tokens, or of one sign: its shape is none of a whole gap
