@@ -15,6 +15,7 @@ import mantissa.bench.gap as command
 from fake_vllm import install
 from html_page import Page
 from mantissa.base.errors import MantissaError
+from mantissa.base.files import temporary_beside
 from mantissa.kernels import NativeKernels
 from mantissa.mismatch.metrics import gap_estimates
 from mantissa.mismatch.tables import GAP_FIGURES
@@ -100,10 +101,13 @@ def test_screen_and_report_of_a_run_begin_with_it(
     assert "it holds a gap already" in mantissa(*argv).error()
     rows = (run / "gap" / "completions.jsonl").read_bytes()
     (run / "gap" / "gap.html").unlink()  # as a kill leaves it: rows, and no page yet
+    temporary_beside(run / "gap" / "gap.html").touch()
     assert mantissa(*argv, "--pairs", "fp32,bf16/fp16").code == 0
     assert (run / "gap" / "completions.jsonl").read_bytes() == rows
+    temporary_beside(run / "report.html").touch()
     (run / "gap" / "completions.jsonl").write_text("{")
     assert mantissa("report", run).code == 0
+    assert not list(run.rglob(".*.tmp"))
     assert "rows cannot be read" in Page((run / "report.html").read_text()).text
 
 
