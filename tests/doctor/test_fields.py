@@ -141,3 +141,82 @@ def test_rows_that_stand_twice_are_said_and_counted_once() -> None:
     found = examine(dumps.dump_of([*rows, *rows, *rows], rollout_format="bf16", learner_format="bf16"))
     assert any("64 of 96" in remark for remark in found.remarks), found.remarks
     assert found.figures["sequences"] == len(rows)
+
+
+def some(change: Change, every: int = 8) -> Diagnosis:
+    """The answer where one of ``every`` so many sequences is changed."""
+    rows = [
+        dataclasses.replace(s, learner_logp=change(s.learner_logp.copy())) if n % every == 0 else s
+        for n, s in enumerate(SIZES["large"])
+    ]
+    return examine(dumps.dump_of(rows, rollout_format="bf16", learner_format="bf16", experts=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("units", lambda x: x / np.log(2)), ("summed", np.cumsum), ("repeated", lambda x: np.full_like(x, x.mean()))],
+)
+def test_a_field_of_some_sequences_is_no_engine_with_other_weights(name: str, change: Change) -> None:
+    found = some(change)
+    assert found.fault is not None, found.headline
+    assert found.fault.name == name, found.headline
+    assert "16 of 12" in found.headline  # of those that are long enough
+
+
+def test_two_rows_that_were_exchanged_are_seen() -> None:
+    rows = list(SIZES["large"])
+    one, other = rows[3], rows[90]
+    rows[3] = dataclasses.replace(one, learner_logp=other.learner_logp)
+    rows[90] = dataclasses.replace(other, learner_logp=one.learner_logp)
+    found = examine(dumps.dump_of(rows, rollout_format="bf16", learner_format="bf16", experts=False))
+    assert found.fault is not None, found.headline
+    assert found.fault.name == "rows", found.headline
+    assert "2 of 128 sequences" in found.headline
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_log_of_p_and_a_number_is_no_temperature(size: str) -> None:
+    found = answer(size, lambda x: np.log(np.exp(x) + 0.1))
+    assert found.fault is not None, found.headline
+    assert found.fault.name == "raised", found.headline
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_clipped_difference_is_no_bias(size: str) -> None:
+    draw = np.random.default_rng(1)
+    rows = [
+        dataclasses.replace(s, learner_logp=s.rollout_logp + np.clip(draw.normal(0, 0.2, len(s.mask)), -0.1, 0.1))
+        for s in SIZES[size]
+    ]
+    found = examine(dumps.dump_of(rows, rollout_format="bf16", learner_format="bf16", experts=False))
+    assert found.fault is not None, found.headline
+    assert found.fault.name == "clipped_gap", found.headline
+
+
+def test_log_probs_of_other_tokens_are_unrelated_and_no_weights() -> None:
+    draw = np.random.default_rng(2)
+    every = np.concatenate([s.learner_logp for s in SIZES["large"]])
+    found = answer("large", lambda x: draw.choice(every, len(x)))
+    assert found.fault is not None, found.headline
+    assert found.fault.name == "unrelated", found.headline
+
+
+def test_a_missing_last_number_is_not_what_is_wrong_with_a_large_gap() -> None:
+    draw, count = np.random.default_rng(3), iter(range(10**6))
+
+    def noisy(x: np.ndarray) -> np.ndarray:
+        y = np.minimum(x + draw.normal(0, 1.5, len(x)) * -np.expm1(x), -1e-4)
+        y[-1] = np.nan if next(count) % 16 == 0 else y[-1]
+        return y
+
+    found = answer("large", noisy)
+    assert found.fault is None or found.fault.name not in ("nonfinite", "end_token"), found.headline
+    assert any("scored on one side only" in remark for remark in found.remarks), found.remarks
+
+
+def test_one_value_of_a_whole_number_is_a_filler() -> None:
+    """-1 where the engine gave nothing; a policy gives no whole numbers."""
+    found = answer("large", lambda x: np.where(np.arange(len(x)) == 7, -1.0, x), "rollout")
+    assert found.fault is not None, found.headline
+    assert found.fault.name == "unscored", found.headline
+    assert found.fillers[0].low == -1.0

@@ -100,11 +100,13 @@ def _one(
     beside = max(count[max(each - 2, 0) : each].max(initial=0), count[each + 1 : each + 3].max(initial=0))
     if beside > 1 and count[each] < LONELY * beside:
         return False
-    apart = (np.abs(other[at] - value[each]) > NOT_SCORED[0]) | (other[at] == value[each]) | ~np.isfinite(other[at])
+    whole = value[each] == np.round(value[each])  # no law gives one to the bit, be it near
+    room = 0.0 if whole else NOT_SCORED[0]
+    apart = (np.abs(other[at] - value[each]) > room) | (other[at] == value[each]) | ~np.isfinite(other[at])
     # One context that was drawn again gives one value: a token after another counts once.
     if apart.mean() < NOT_SCORED[1] or len(np.unique(_words(dump, found, at))) < min(3, count[each]):
         return False
-    return bool(count[each] >= REPEATED) or grid_of(own[(own < -1e-6) & (own > -NEVER)]) is None
+    return bool(count[each] >= REPEATED and not whole) or grid_of(own[(own < -1e-6) & (own > -NEVER)]) is None
 
 
 def _words(dump: Dump, found: Tokens, at: Array) -> Array:

@@ -130,7 +130,8 @@ def _exact(every: Sequence[Finding]) -> list[Finding]:
     large = any(each.found for each in every if each.name == "too_large")
     enough = {each.name for each in every if each.found and not each.exact and each.share >= ENOUGH}
     found = [each for each in every if each.found and each.exact and not enough.intersection(part(each.name).unless)]
-    return [each for each in found if not large or not part(each.name).one_side or each.share or each.effect > FEW_OUT]
+    few = [e for e in found if (part(e.name).one_side or part(e.name).left_out) and not e.share and e.effect <= FEW_OUT]
+    return [each for each in found if not large or each not in few]
 
 
 def _second(evidence: Evidence, first: Finding) -> tuple[Finding | None, float]:
