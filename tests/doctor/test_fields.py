@@ -220,3 +220,10 @@ def test_one_value_of_a_whole_number_is_a_filler() -> None:
     assert found.fault is not None, found.headline
     assert found.fault.name == "unscored", found.headline
     assert found.fillers[0].low == -1.0
+
+
+@pytest.mark.parametrize("length", range(1, 9))
+def test_short_answers_have_an_answer(length: int) -> None:
+    rows = dumps.healthy(16, 4, length)
+    for sequences in (rows, [dataclasses.replace(s, learner_logp=s.learner_logp * 3) for s in rows]):
+        assert examine(dumps.dump_of(sequences)).headline

@@ -256,7 +256,7 @@ def rows(e: Evidence, tests: int) -> Finding:
     own = table.apart(table.y, table.x)
     bad = np.flatnonzero(_rms(own) > e.usual).tolist()
     mates = {row: mate for row in bad if (mate := table.mate(row, table.y[row], e.usual)) is not None}
-    moved = [np.append(row[_CONTROL:], np.full(_CONTROL, np.nan)) for row in table.y]
+    moved = [np.append(row, np.full(_CONTROL, np.nan))[_CONTROL:] for row in table.y]
     controls = sum(table.mate(row, other, e.usual) is not None for row, other in enumerate(moved))
     by_chance = (controls + 1) / (len(moved) + 2)
     if by_chance > b.chance:
