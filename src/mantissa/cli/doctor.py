@@ -249,7 +249,7 @@ def _show(dump: Dump, diagnosis: Diagnosis, framework: str | None, explain: bool
     """The answer, in the order in which it is needed."""
     from rich.text import Text
 
-    from mantissa.doctor.diagnosis import Basis
+    from mantissa.doctor.diagnosis import Basis, Open
     from mantissa.doctor.examine import remedies_for
     from mantissa.doctor.facts import facts
     from mantissa.doctor.words import first_line, inferred
@@ -281,7 +281,11 @@ def _show(dump: Dump, diagnosis: Diagnosis, framework: str | None, explain: bool
         console.print(f"  - {do}" + "".join(f"\n      {key}" for key in keys))
     console.print(Text("What this cannot know:", style="dim"))
     for each in diagnosis.unknown:
-        console.print(Text(f"  - {each.said}", style="dim"))
+        if each.kind is not Open.UNTESTED:
+            console.print(Text(f"  - {each.said}", style="dim"))
+    if untested := [each.name for each in diagnosis.findings if not each.tested]:
+        why = "" if explain else "; --explain says why"
+        console.print(Text(f"  - for want of tokens or fields, whether it is {', '.join(untested)}{why}", style="dim"))
     if explain:
         _show_tests(diagnosis)
 

@@ -188,7 +188,7 @@ def _remarks(every: Sequence[Finding], causing: Sequence[Finding], large: bool) 
     names = {each.name for each in causing}
     kept = [each for each in every if each.found and each.name not in names and each.name != "too_large"]
     habits = [each for each in kept if part(each.name).rounding or each.exact or not large]
-    habits = [each for each in habits if not causing or each.exact or each.share >= WORTH]
+    habits = [each for each in habits if each.exact or part(each.name).rounding or each.share >= WORTH]
     return tuple(words.remark(each) for each in habits)
 
 
