@@ -115,4 +115,5 @@ def test_a_refused_row_is_named_and_the_others_are_kept(
     assert "row refused (fp16, residual MLP of 2k, on cpu): precision: fp16 is not active on cpu" in message
     assert "The other rows are in found" in message
     assert {row["precision"] for row in rows_of(here / "found")} == {"fp32", "bf16"}
-    assert "fp16" not in (here / "found" / "bench.csv").read_text()
+    with (here / "found" / "bench.csv").open() as table:  # a processor's flags may speak of fp16
+        assert {row["precision"] for row in csv.DictReader(table)} == {"fp32", "bf16"}

@@ -24,7 +24,7 @@ from naive_engine import reference_logits
 Build = Callable[..., tuple[NativeEngine, Decoder]]
 FAULT = 97
 LENGTH = 150
-REQUESTS = [Request(tuple(range(3 + number, 9 + 2 * number)), number, 3) for number in range(5)]
+REQUESTS = [Request(tuple(range(3 + number, 9 + 2 * number)), number, 3) for number in range(8)]
 
 
 def both(engine: NativeEngine) -> list[tuple[Request, tuple[int, ...], Tensor, Tensor]]:
@@ -79,7 +79,7 @@ def test_a_cache_that_goes_wrong_from_a_position_on_is_seen_and_named(
                np.ones(len(tokens), dtype=bool), 0, 0, number)
         for number, (r, tokens, decoded, prefilled) in enumerate(found)
     ]  # fmt: skip
-    settings = Settings(1.0, 0, 1.0, "processed_logprobs", "fp32", "fp32")
+    settings = Settings(1.0, 0, 1.0, "processed_logprobs", "fp32", "fp32", experts=False)
     diagnosis = examine(Dump("plain", tmp_path, sequences, settings))
     assert diagnosis.fault is not None
     assert diagnosis.fault.name == "onset"

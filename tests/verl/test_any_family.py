@@ -141,7 +141,10 @@ def test_weights_under_two_names_and_those_that_are_missing(folder: Path) -> Non
     """verl's own engines send a state dict: a table that is tied under both its names."""
     policy, setup = learner(folder, train="fp32")
     state = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
-    assert served(folder, setup, state, ask) == served(folder, setup, weights_of(policy), ask)
+    one, other = (served(folder, setup, weights, ask) for weights in (state, weights_of(policy)))
+    for number, answer in one.items():  # torch's own sums depend on which requests came together
+        assert answer.tokens == other[number].tokens
+        assert answer.logprobs == pytest.approx(other[number].logprobs, abs=1e-5)
     state.popitem()
     first = next(iter(state))
     state.pop(first)
