@@ -260,8 +260,9 @@ def _show(dump: Dump, diagnosis: Diagnosis, framework: str | None, explain: bool
     f = diagnosis.figures
     console.print(
         f"{f['tokens']:,} tokens of {f['sequences']:,} sequences ({diagnosis.framework}"
-        f"{''.join(', ' + note for note in diagnosis.notes)}): d of {f['d_rms']:.2g} nats (root mean square), "
-        f"{f['equal']:.1%} equal to the last bit, k3 {f['k3']:.2g}"
+        f"{''.join(', ' + note for note in diagnosis.notes)}): d, the learner's less the rollout's, of "
+        f"{f['d_rms']:.2g} nats (root mean square); u = d / (1 - p), the logits' error, of {f['u_rms']:.2g}; "
+        f"{f['equal']:.1%} equal to the last bit; KL of {f['k3']:.2g} (k3)"
     )
     if granted := inferred(dump, diagnosis, framework):
         console.print(Text(f"taken for granted: {'; '.join(granted)}", style="dim"))
