@@ -70,7 +70,7 @@ def examine_log(log: Log) -> CurveDiagnosis:
     verdict, basis, why = _verdict(faults, large, main, curves)
     named = [*faults[:1], large] if large else faults
     return CurveDiagnosis(
-        verdict, basis, _headline(verdict, named, why, main, curves), log.program,
+        verdict, basis, _headline(verdict, basis, named, why, main, curves), log.program,
         faults[0] if faults else None, tuple(found), _figures(curves, main),
         unknown=_unknown(curves, main), notes=log.notes, second=named[1] if len(named) > 1 else None,
         remarks=tuple(f"{_title(each)} ({each.said})" for each in found if each.found and each not in named),
@@ -106,19 +106,19 @@ def _verdict(
     if len(x.values) < FEW:
         return Verdict.UNKNOWN, Basis.FEW, f"{len(x.values)} steps of a gap are too few to see a jump or growth"
     if not _sizes(main, x).any():
-        return Verdict.UNKNOWN, Basis.FEW, "the gap is exactly 0 at every step"
+        return Verdict.UNKNOWN, Basis.EQUAL, "the gap is exactly 0 at every step"
     return Verdict.HEALTHY, Basis.ROUNDING, ""
 
 
 def _headline(
-    verdict: Verdict, named: Sequence[Finding], why: str, main: Role | None, curves: Mapping[Role, Curve]
+    verdict: Verdict, basis: Basis, named: Sequence[Finding], why: str, main: Role | None, curves: Mapping[Role, Curve]
 ) -> str:
     if named:
         return f"{verdict}: {'; and '.join(f'{_title(each)} ({each.said})' for each in named[:2])}"
     if verdict is Verdict.HEALTHY and main is not None:
         x, bound = _finite(curves[main]), bound_of(main)
         return f"healthy noise: {_NAMES[main]} {np.median(x.values):.2g} (median), up to {bound:.2g} is usual for bf16"
-    if main is not None and why.startswith("the gap is exactly 0"):
+    if basis is Basis.EQUAL:
         return f"not known: {why}: both sides are one computation (exact kernels), or one side's numbers stand on both"
     return f"not known: {why}"
 

@@ -433,9 +433,10 @@ def _read_pickle(path: Path, framework: str | None, names: Mapping[str, str]) ->
     try:
         data = pickles.load(path)
     except MantissaError as error:
-        if "roll.distributed.scheduler.protocol" in str(error):
+        module = error.__cause__.module if isinstance(error.__cause__, pickles.UnknownClassError) else ""
+        if module == "roll.distributed.scheduler.protocol":
             raise MantissaError(f"{path}: {_NO_LOGPS['roll']}") from None
-        if any(name in str(error) for name in ("verl.protocol", "tensordict")):
+        if module == "verl.protocol" or module.partition(".")[0] == "tensordict":
             raise MantissaError(f"{path}: {_DATA_PROTO}") from None
         raise
     with boundary(path, "expected slime's or miles' train_data, or SkyRL's dumped_data"):

@@ -40,10 +40,19 @@ _STORAGES = {
 }  # fmt: skip
 
 
+class UnknownClassError(ValueError):
+    """A pickle asks for what is not on the list; ``module``: of that."""
+
+    def __init__(self, module: str, name: str) -> None:
+        super().__init__(f"it asks for {module}.{name}, which no dump of log-probs needs; nothing of it was run")
+        self.module = module
+
+
 def load(path: Path) -> Any:
     """What ``path`` holds: numpy arrays where it has tensors (bf16 widened to fp32), else plain values.
 
-    ``MantissaError`` for anything damaged, too large, or that names what is not on the list.
+    ``MantissaError`` for anything damaged, too large, or that names what is not on the list (its cause is then an
+    ``UnknownClassError``).
     """
     with boundary(path, _ADVICE):
         size = path.stat().st_size
@@ -146,7 +155,7 @@ class _Reader(pickle.Unpickler):
             return type("_BatchOf", (_Batch,), {"budget": self.budget})
         if module == "builtins" and name in ("set", "frozenset", "list", "dict", "tuple"):
             return {"set": set, "frozenset": frozenset, "list": list, "dict": dict, "tuple": tuple}[name]
-        raise ValueError(f"it asks for {module}.{name}, which no dump of log-probs needs; nothing of it was run")
+        raise UnknownClassError(module, name)
 
     def persistent_load(self, key: Any) -> Any:
         kind, storage, name, _, count = key
