@@ -356,3 +356,17 @@ def test_phases_are_stacked_and_a_trainer_has_its_whole_step() -> None:
     assert widths["--c1"] == pytest.approx(3 * widths["--c2"], rel=1e-3)
     assert widths["--muted"] == pytest.approx(2 / 3 * widths["--c1"], rel=1e-3)
     assert comparison.phases([group(0, [{"step": 1}])]).note == "No times were logged."
+
+
+@pytest.mark.parametrize(("low", "expected"), [(-0.99, {"1", "0.63"}), (-6.0, {"1", "$10^{-6}$"})])
+def test_ticks_of_decades_say_what_they_stand_for(low: float, expected: set[str]) -> None:
+    from mantissa.runs.plots import decades, figure
+
+    with figure(3, 3) as drawing:
+        axes = drawing.subplots()
+        axes.set_xlim(low, 0.03)
+        decades(axes, "x")
+        drawing.canvas.draw()
+        labels = [each.get_text() for each in axes.get_xticklabels() if each.get_text()]
+    assert len(labels) == len(set(labels))
+    assert expected <= set(labels)

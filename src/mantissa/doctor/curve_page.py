@@ -101,7 +101,7 @@ def _blocks(log: Log, found: CurveDiagnosis) -> list[Block]:
     return [
         Heading(f"Doctor: {log.path.name}", 1),
         Sentence(f"{found.figures['steps']:,} steps of {log.program}; names from {source}.", "sub"),
-        Banner(f"{answer(found)} {found.headline}", more, LEVELS[found.verdict]),
+        Banner(found.headline, more, LEVELS[found.verdict]),
         Heading("Curves"), Plots(_plots(log)),
         Heading("What was tested"), Table(("what", "result", "what it says"), tests, ("", "n", "")),
         Heading("What this cannot know"), Table(("",), [(each.said,) for each in found.unknown], ("",)),

@@ -144,8 +144,8 @@ def _read_file(path: Path, framework: str | None, names: Mapping[str, str], pair
         return _by_columns(path, *columns.table_rows(path, read_npz(path), names))
     if path.suffix not in (".jsonl", ".parquet", ".csv", ".json"):
         raise MantissaError(
-            f"{path}: unknown ending {path.suffix!r}; expected log-probs as .jsonl, .json, .parquet, .npz, .csv, .pt or "
-            ".pkl, or a training log with figures in it"
+            f"{path}: unknown ending {path.suffix!r}; expected log-probs as .jsonl, .json, .parquet, .npz, .csv, .pt "
+            "or .pkl, or a training log with figures in it"
         )
     if names or path.suffix in (".csv", ".json") or (framework is None and _is_nobodys(path)):
         return _by_columns(path, *columns.plain_rows(path, _all_rows(path, names), names))

@@ -284,12 +284,18 @@ def learning(rows: Rows, warm_start: Rows) -> Plot:
 
 
 def decades(axes: Axes, which: str, ticks: int = 6) -> None:
-    """Tick labels 10^k on an axis that already holds log10 values."""
+    """Tick labels 10^k on an axis that already holds log10 values; what they stand for where ticks lie between."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_major_locator(MaxNLocator(nbins=ticks, integer=True))
-    axis.set_major_formatter(FuncFormatter(lambda v, _: "1" if v == 0 else f"$10^{{{v:.0f}}}$"))
+
+    def label(value: float, _: int) -> str:
+        if abs(value) < 1e-9:
+            return "1"
+        return f"$10^{{{value:.0f}}}$" if abs(value - round(value)) < 1e-9 else f"{10**value:.2g}"
+
+    axis.set_major_formatter(FuncFormatter(label))
 
 
 def density(axes: Axes, x: Array, y: Array, colour: str) -> None:
