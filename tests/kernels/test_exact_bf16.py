@@ -205,7 +205,7 @@ def test_attention_falls_back_to_fp32_products() -> None:
 def test_a_plan_of_bf16_attention_is_not_for_operands_in_fp32() -> None:
     with pytest.raises(ValueError, match="attention is for operands in bf16"):
         ExactKernels(FP32, planned())
-    both = plan_exact(SHAPES, exactly("bf16").learner, "cpu", None, True)
+    both = plan_exact(SHAPES, exactly("bf16").learner, "cpu", simulated_too=True)
     assert not both.attention.bf16
     assert (32, 48) in both.products
 
@@ -301,7 +301,7 @@ def test_a_reference_beside_them_has_a_plan(train: str, reference: str | None) -
     policy = PrecisionPolicy(train=train, rollout=train, reference=reference, kernels="exact")
     resolved = resolve(policy, "cpu", reference=True)
     other = reference is not None
-    plan = plan_exact(SHAPES, resolved.learner, "cpu", None, other)
+    plan = plan_exact(SHAPES, resolved.learner, "cpu", simulated_too=other)
     kernels = reference_kernels(resolved, plan)
     assert isinstance(kernels, ExactKernels if other else ExactBf16Kernels)
     x, weight = torch.ones(3, 48, dtype=kernels.dtype), torch.ones(32, 48)

@@ -120,8 +120,9 @@ def test_empty_responses_add_nothing_and_change_no_other_gradient(learn: Build, 
     found = dry_run(learner, whole)
     expected = dry_run(learner, whole.select(rest))
     assert found.keys() == expected.keys()
-    for parameter, gradient in expected.items():
-        torch.testing.assert_close(found[parameter], gradient, rtol=1e-4, atol=1e-6, msg=parameter)
+    for parameter, gradient in expected.items():  # sums in another order: off by a share of their terms
+        most = 1e-5 * max(float(gradient.abs().max()), 0.1)
+        torch.testing.assert_close(found[parameter], gradient, rtol=1e-4, atol=most, msg=parameter)
 
 
 def dry_run(learner: Learner, weighed: Weighed) -> dict[str, Tensor]:

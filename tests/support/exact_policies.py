@@ -23,7 +23,7 @@ from mantissa.kernels import (
     resolve,
     rollout_kernels,
 )
-from mantissa.kernels.exact.plan import Way
+from mantissa.kernels.exact.plan import WAYS, Way
 from mantissa.model import Decoder, ModelConfig, policy_weights
 from mantissa.precision import BF16, PrecisionPolicy
 from mantissa.rl.experience import Sequences
@@ -58,10 +58,10 @@ def exactly(precision: str, **fields: Any) -> ResolvedPrecision:
 
 
 @functools.cache
-def _probed(shapes: ModelShapes, threads: int, only: Way | None, own: bool) -> ExactPlan:
+def _probed(shapes: ModelShapes, threads: int, fastest: Way, own: bool) -> ExactPlan:
     """One probe serves every format: it looks at fp32 numbers, which are the hardest. Not a processor's own bf16."""
     role = exactly("bf16" if own else "fp32").learner
-    return plan_exact(shapes, role, "cpu", only)
+    return plan_exact(shapes, role, "cpu", fastest)
 
 
 @dataclass
@@ -87,13 +87,13 @@ class Policies:
         *,
         slots: int = 8,
         length: int = 256,
-        only: Way | None = None,
+        fastest: Way = WAYS[0],
         plan: ExactPlan | None = None,
     ) -> None:
         self.model, self.precision, self.plan = model, precision, plan
         if precision.learner.exact and plan is None:
             own = precision.learner.active is BF16 and precision.learner.backend == "native"
-            self.plan = _probed(shapes_of(model, length), torch.get_num_threads(), only, own)
+            self.plan = _probed(shapes_of(model, length), torch.get_num_threads(), fastest, own)
         self.learner = learner_kernels(precision, self.plan)
         self.rollout = rollout_kernels(precision, self.plan)
         cache = precision.kv_cache.active

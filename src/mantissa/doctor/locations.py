@@ -71,7 +71,8 @@ def onset(e: Evidence, tests: int) -> Finding:
     square = t.u**2
     sums = sums_by(t.unit, square * after, after, square * ~after, ~after)
     found = tested(sums, rms_ratio(0, 2), float(np.log(b.times)), tests)
-    before = t.where(~after)
+    quiet = own < at - width  # a fault may grow over a few positions, which are then neither before it nor whole
+    before = t.where(quiet if quiet.sum() >= b.tokens else ~after)
     near = [float(np.sqrt(square[close & part].mean())) if (close & part).any() else 0.0 for part in (~after, after)]
     step = near[1] > b.times * near[0] and near[1] > b.kept * float(np.sqrt(square[after].mean()))
     count = np.bincount(t.sequence[after])

@@ -65,10 +65,10 @@ def plan_exact(
     shapes: ModelShapes,
     role: ResolvedRole,
     device: torch.device | str,
-    only: Way | None = None,
+    fastest: Way = WAYS[0],
     simulated_too: bool = False,
 ) -> ExactPlan:
-    """Probe this machine over ``shapes`` and choose. ``only`` asks for one way and no faster one.
+    """Probe this machine over ``shapes`` and choose: for each product, and for attention, ``fastest`` or a safer way.
 
     ``simulated_too``: the plan of a role in the processor's own bf16 serves a simulated one beside it as well.
     Torch's number of threads is restored. ``MantissaError`` where not even the last way gives equal rows.
@@ -76,8 +76,8 @@ def plan_exact(
     device = torch.device(device)
     if device.type != "cpu" or not role.exact:
         raise ValueError(f"plan_exact is for an exact role on a CPU, not for {role.kernels} {role.role} on {device}")
-    if only is not None and only not in WAYS:
-        raise ValueError(f"only={only!r}: expected one of {', '.join(WAYS)}")
+    if fastest not in WAYS:
+        raise ValueError(f"fastest={fastest!r}: expected one of {', '.join(WAYS)}")
     started = time.perf_counter()
     generator = torch.Generator().manual_seed(0)
     own = role.active is BF16 and role.backend == "native"
@@ -85,7 +85,7 @@ def plan_exact(
     wide = shapes.wide if own and not simulated_too else shapes.sizes
     multiplied = [(False, *each) for each in (wide | small).items()]
     multiplied += [(True, *each) for each in (shapes.rounded | small).items()] if own else []
-    ways = WAYS if only is None else (only,)
+    ways = WAYS[WAYS.index(fastest) :]
     present, agree = torch.get_num_threads(), True
     with torch.no_grad():
         products: dict[bool, dict[tuple[int, ...], Choice]] = {True: {}, False: {}}

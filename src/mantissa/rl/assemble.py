@@ -18,6 +18,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import ALONE, Ranks, be_deterministic, choose_device
 from mantissa.base.seeds import generator
 from mantissa.kernels import (
+    WAYS,
     Emulation,
     ExactPlan,
     Kernels,
@@ -141,8 +142,8 @@ def assemble(
         longest = _longest(config, task, longest)
     rows = max(config.rollout.slots, config.optimizer.micro_batch_tokens)
 
-    def planned(way: Way | None = None) -> ExactPlan | None:  # found by probing, and one for all ranks
-        return ranks.broadcast(exact_plan(precision, model, device, longest, rows, way))
+    def planned(fastest: Way = WAYS[0]) -> ExactPlan | None:  # found by probing, and one for all ranks
+        return ranks.broadcast(exact_plan(precision, model, device, longest, rows, fastest))
 
     plan = planned()
     evidence = prove(precision, device, plan, vllm)

@@ -103,8 +103,8 @@ class Exactness(Probe):
         if found is not None:
             message = self._mismatch(step, experience, found)
             if self._may_plan_anew(step):
-                way = WAYS[WAYS.index(self.kernels[0].plan.way) + 1]
-                self.use(way)
+                self.use(WAYS[WAYS.index(self.kernels[0].plan.way) + 1])
+                way = self.kernels[0].plan.way
                 self.note(f"warning: {message}; all kernels compute by {way} from here on, step {step} again")
                 raise SampleAgain
             self._decide(message + (", also with the safer plan" if self.replans else ""))
@@ -124,10 +124,10 @@ class Exactness(Probe):
         allowed = self.precision.on_mismatch in (None, "replan") and not self.replans and (every == 1 or step == 1)
         return allowed and self.replan is not None and self.kernels[0].plan.way != WAYS[-1]
 
-    def use(self, way: Way) -> None:
-        """Compute by ``way`` from here on, in every role. Collective."""
+    def use(self, fastest: Way) -> None:
+        """Compute by ``fastest`` or safer ways from here on, in every role. Collective."""
         assert self.replan is not None
-        plan = self.replan(way)
+        plan = self.replan(fastest)
         assert plan is not None
         for kernels in self.kernels:
             kernels.plan = plan

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mantissa.kernels import (
+    WAYS,
     ExactPlan,
     ModelShapes,
     ResolvedPrecision,
@@ -40,14 +41,14 @@ def exact_plan(
     device: torch.device,
     length: int,
     rows: int,
-    only: Way | None = None,
+    fastest: Way = WAYS[0],
 ) -> ExactPlan | None:
     """How exact kernels will compute this model here, found by probing; None where no role is exact.
 
     On CUDA there is nothing to choose: None too, but the kernels are probed, and ``MantissaError`` names what fails.
 
-    ``length``: positions of the longest sequence to look at. ``rows``: positions of the largest product. ``only``: one
-    way to compute, and no faster one.
+    ``length``: positions of the longest sequence to look at. ``rows``: positions of the largest product. ``fastest``:
+    the fastest way to compute that may be chosen.
     """
     if not precision.learner.exact:
         return None
@@ -65,4 +66,4 @@ def exact_plan(
         return None
     learner, reference = precision.learner, precision.reference
     other = reference is not None and (reference.active, reference.fp8) != (learner.active, learner.fp8)
-    return plan_exact(shapes, learner, device, only, other)
+    return plan_exact(shapes, learner, device, fastest, other)

@@ -422,7 +422,7 @@ def replay(stored: StoredCase, device: torch.device) -> tuple[Found, list[str]]:
     model.load_state_dict(stored.weights)
     model = model.to(device)
     rows = max(stored.case.part.tokens_BT.numel(), stored.slots)
-    plan = exact_plan(precision, model, device, stored.max_length, rows, None if stored.way == "tiles" else stored.way)
+    plan = exact_plan(precision, model, device, stored.max_length, rows, stored.way or WAYS[0])
     engine = NativeEngine(
         stored.model,
         rollout_kernels(precision, plan),
