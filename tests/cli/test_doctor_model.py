@@ -144,3 +144,31 @@ def test_tune_writes_a_recipe_that_is_one(mantissa: Mantissa, finished: Path, tm
         (("--blocks", 2), "--blocks 2"), (("--max-tokens", 0), "Invalid value for '--max-tokens'"),
     ):  # fmt: skip
         assert expected in mantissa("tune", finished, *options, *words).error()
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_fitness_says_whether_fp16_holds_a_model(mantissa: Mantissa, finished: Path, tmp_path: Path) -> None:
+    from mantissa.model import load_tokenizer, save_model
+
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"{number}=\n" for number in range(12, 16)))
+    options = ("--prompts", prompts, "--max-tokens", 4)
+    said = mantissa("fitness", finished, *options)
+    assert said.code == 0, said
+    assert "fp16 has room for all that was seen" in " ".join(said.out.split())
+    recipe = yaml.safe_load(said.out.split("for a recipe\n")[1])
+    assert PrecisionPolicy.parse(recipe["precision"]).train == "fp16"
+    said = mantissa("fitness", finished, *options, "--json", "--step-tokens", 4096)
+    whole, *rows = [json.loads(line) for line in said.out.splitlines()]
+    assert (whole["fits"], whole["step_tokens"], whole["not_finite_in_fp16"]) == (True, 4096, None)
+    assert whole["scale"] == recipe["loss_scaling"]["initial"] or whole["scale"] > 0
+    assert {"model.layers.0.mlp.down_proj", "lm_head"} <= {row["module"] for row in rows}
+
+    model = load_model(finished / "policy")
+    model.get_parameter("model.layers.0.mlp.down_proj.weight").data *= 1e8
+    save_model(model, load_tokenizer(finished / "policy", model.config.vocab_size), tmp_path / "large")
+    said = mantissa("fitness", tmp_path / "large", *options)
+    assert said.code == 1, said
+    assert "modules go beyond 65,504; train in bf16" in " ".join(said.out.split())
+    assert "for a recipe" not in said.out
+    assert "nowhere" in mantissa("fitness", "nowhere", *options).error()

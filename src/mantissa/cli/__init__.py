@@ -197,6 +197,7 @@ GROUPS = {
         "metrics": "Explain every figure that a run logs.",
     },
     "Correct and guard": {
+        "fitness": "Say whether a model can be trained in fp16.",
         "tune": "Choose the layers that may be fp8, by a budget.",
         "guard": "Say when a run should have fallen back.",
     },

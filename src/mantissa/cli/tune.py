@@ -15,6 +15,7 @@ from mantissa.cli import Device, Model, echo_warning, progress, screen
 if TYPE_CHECKING:
     from mantissa.doctor.sides import Scores
     from mantissa.doctor.tune import Figure, Role, Tuned
+    from mantissa.model import Tokenizer
 
 
 def tune(
@@ -55,7 +56,7 @@ def tune(
         if given not in known:
             raise MantissaError(f"--{option} {given}: expected {' or '.join(known)}")
     keep_freed_memory()
-    scores, chosen = _sampled(model, prompts, base, max_tokens, seed, device)
+    scores, _, chosen = sampled_in(model, prompts, base, max_tokens, seed, device)
 
     from mantissa.doctor.tune import check
     from mantissa.doctor.tune import tune as find
@@ -78,10 +79,10 @@ def tune(
         typer.echo("the same for vLLM and verl, whose lists are long: --out FOLDER")
 
 
-def _sampled(
+def sampled_in(
     model: str, prompts: Path | None, base: str, max_tokens: int, seed: int, device: str
-) -> tuple[Scores, str]:
-    """Completions of the model in the half, to be scored in every other way; and the device."""
+) -> tuple[Scores, Tokenizer, str]:
+    """Completions of the model in one format, to be scored in every other way; the tokenizer, and the device."""
     import torch
 
     from mantissa.base.ranks import be_deterministic, choose_device
@@ -101,7 +102,7 @@ def _sampled(
     progress(f"sampling {len(asked)} completions in {base}")
     stop, device = tokenizer.eos_ids, str(chosen)
     sequences = sampled(policy, asked, format=base, max_tokens=max_tokens, seed=seed, stop=stop, device=chosen)
-    return Scores(policy, sequences), device
+    return Scores(policy, sequences), tokenizer, device
 
 
 def _rows(found: Tuned, model: str, device: str, seed: int, max_tokens: int) -> list[dict[str, object]]:
