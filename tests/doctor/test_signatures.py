@@ -234,10 +234,26 @@ def test_two_formats_are_advised_against(learner: str | None, advised: bool) -> 
     assert ("one_format" in found.remedies) == advised
 
 
+@pytest.mark.parametrize(
+    ("size", "fmt", "first", "said"),
+    [
+        (0.45, "bf16", "cache_format", "fp8 makes as much"),
+        (1.2, "bf16", "sync_weights", "fp8 makes up to 0.6, so it is no precision"),
+        (1.2, "fp8", "sync_weights", "no precision makes as much"),
+    ],
+)
+def test_a_gap_without_a_shape_is_advised_on_by_its_size(size: float, fmt: str, first: str, said: str) -> None:
+    found = examine(dumps.dump_of(dumps.healthy(size=size), rollout_format=fmt, learner_format=fmt))
+    assert found.verdict is Verdict.LARGE, found.headline
+    assert found.remedies[0] == first
+    assert said in found.headline
+    assert len(found.remedies) == 3
+
+
 def test_every_signature_has_its_words_and_every_remedy_is_known() -> None:
     table = facts.facts()
     assert set(table.faults) == set(SIGNATURES)
-    used = {name for fault in table.faults.values() for name in fault.remedies}
+    used = {name for fault in table.faults.values() for name in (*fault.remedies, *fault.larger)}
     # Of substitution, of two formats that are declared, and of sides that are equal.
     causes = {"higher_precision", "one_format", "same_kernels", "both_sides"}
     assert used | causes == set(table.remedies)

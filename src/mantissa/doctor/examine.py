@@ -13,7 +13,7 @@ from mantissa.doctor import words
 from mantissa.doctor.diagnosis import Basis, Diagnosis, Finding, Verdict
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence
-from mantissa.doctor.facts import Usual, coarser, facts, part, usual
+from mantissa.doctor.facts import Usual, coarser, coarsest, facts, part, usual
 from mantissa.doctor.fields import copied, distinct
 from mantissa.doctor.populations import seen_in_a_quarter
 from mantissa.doctor.routers import Outliers, flights, may_be
@@ -130,14 +130,15 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
         headline = words.faults(named, [not e.exact and part(e.name).of != "shape" and e.share > 0 for e in named])
     elif large:
         fault, verdict, basis = large[0], Verdict.LARGE, Basis.SIZE
-        headline = words.too_large(figures, expected.bound, _best(every))
+        headline = words.too_large(figures, expected.bound, coarsest(), _best(every))
     elif why := _too_few(evidence, figures, size, expected):
         verdict, basis, headline = Verdict.UNKNOWN, Basis.FEW, why.headline
     else:
         verdict, basis = Verdict.HEALTHY, _healthy(figures, size)
         headline = words.healthy(basis, _sizes(figures, evidence, expected, size, len(every)), dump.framework)
     causing = [*named, *(large[:1] if not named else ())]
-    remedies = tuple(
+    helping = table["too_large"].larger if verdict is Verdict.LARGE and figures["u_rms"] > coarsest() else ()
+    remedies = helping or tuple(
         dict.fromkeys(r for each in causing for name in (each.name, *each.also) for r in table[name].remedies)
     )
     if basis is Basis.EQUAL and words.may_be_copied(dump.framework):

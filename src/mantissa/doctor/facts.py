@@ -59,13 +59,15 @@ class Part(_Row):
 
 
 class Fault(_Row):
-    """A signature. ``remedies``: the most fitting first. ``decide``: what tells apart the causes that log-probs
+    """A signature. ``remedies``: the most fitting first; ``larger``: where the gap is beyond what fp8 makes, which
+    another precision cannot explain, these instead. ``decide``: what tells apart the causes that log-probs
     cannot, empty where there is one; ``rest``: what it is where a model gives one side's log-probs back and no cause.
     ``bounds``: of its test, by the names that the test has for them."""
 
     title: str
     means: str
     remedies: tuple[str, ...]
+    larger: tuple[str, ...] = ()
     decide: str = ""
     rest: str = "no cause that was tried explains it"
     verdict: Part = Part()
@@ -123,6 +125,11 @@ def coarser(settings: Settings) -> str | None:
     named = [_NAMES.get(name, name) for name in (settings.rollout_format, settings.learner_format) if name]
     known = ["fp8" if name.startswith(("fp8", "e4m3", "e5m2")) else name for name in named]
     return max((name for name in known if name in _ORDER), key=_ORDER.index, default=None)
+
+
+def coarsest() -> float:
+    """The size of u up to which a gap may be one of precision: the largest bound of all formats, fp8's."""
+    return max(each.bound for each in facts().usual.values())
 
 
 def usual(settings: Settings) -> Usual:

@@ -90,14 +90,19 @@ def faults(named: Sequence[Finding], valued: Sequence[bool]) -> str:
     return first + "; and ".join(parts)
 
 
-def too_large(figures: Mapping[str, Any], bound: float, best: Finding | None) -> str:
-    """There is more than noise; ``best``: what explains most of it, and not enough."""
+def too_large(figures: Mapping[str, Any], bound: float, coarsest: float, best: Finding | None) -> str:
+    """There is more than noise; ``coarsest``: what fp8 makes at most; ``best``: what explains most of it, and not
+    enough."""
     most = "nothing that was tried explains it"
     if best is not None:
         most = f"the most that one cause explains is {best.share:.0%} ({facts().faults[best.name].title})"
+    size = figures["u_rms"]
+    made = "fp8 makes as much" if size <= coarsest else f"fp8 makes up to {coarsest:.2g}, so it is no precision"
+    if bound >= coarsest:
+        made = "no precision makes as much"
     return (
-        f"not known: d of {figures['d_rms']:.2g} nats is no rounding (size of u {figures['u_rms']:.2g}, up to "
-        f"{bound:.2g} is usual), and {most}"
+        f"not known: d of {figures['d_rms']:.2g} nats is no rounding of these formats (size of u {size:.2g}, up to "
+        f"{bound:.2g} is usual; {made}), and {most}"
     )
 
 
