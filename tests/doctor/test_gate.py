@@ -118,3 +118,36 @@ def test_a_habit_of_rounding_stops_nothing_within_its_formats_size() -> None:
     assert not gate.wrong(habit)
     assert gate.wrong(dataclasses.replace(habit, figures=found.figures | {"u_rms": 0.2}))
     assert gate.wrong(dataclasses.replace(habit, second=found.fault))
+
+
+def test_the_first_healthy_look_is_the_jobs_own_measure() -> None:
+    """A gap twenty times the job's own is within what the table allows fp16: the reported corrupted layer."""
+    lines: list[str] = []
+    gate = Gate(every=1, on_fault="stop", say=lines.append)
+    formats = {"rollout_format": "fp16", "learner_format": "fp16"}
+    first = gate.check(1, *batch(size=0.0016), **formats)
+    assert first is not None
+    assert first.verdict is Verdict.HEALTHY
+    again = gate.check(2, *batch(size=0.0035), **formats)  # twice its own: a training moves that much
+    assert again is not None
+    assert again.verdict is Verdict.HEALTHY
+    assert "is usual for this job in fp16" in again.headline
+    assert not gate.stop
+    found = gate.check(3, *batch(size=0.03), **formats)
+    assert found is not None
+    assert gate.wrong(found)
+    assert gate.stop
+    assert "was its own, so something changed" in lines[-1]
+    assert found.remedies[0] == "sync_weights"
+    alone = Gate(every=1, say=lines.append).check(3, *batch(size=0.03), **formats)
+    assert alone is not None
+    assert alone.verdict is Verdict.HEALTHY  # without a first look it is within the table
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_job_that_was_equal_to_the_bit_has_hardly_a_gap_to_spare(exact: bool) -> None:
+    gate = Gate(every=1, on_fault="stop", say=lambda line: None)
+    assert gate.check(1, *batch(size=0.0), rollout_format="bf16", learner_format="bf16") is not None
+    found = gate.check(2, *batch(size=0.0 if exact else 0.01), rollout_format="bf16", learner_format="bf16")
+    assert found is not None
+    assert gate.stop is not exact

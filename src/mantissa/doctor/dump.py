@@ -44,7 +44,7 @@ class Settings:
     ``temperature``, ``top_k`` (0 is off), ``top_p``: of the sampling; ``renormalised``: the learner's log-probs are of
     the tokens that those kept as well. ``logprobs_mode``: vLLM's word, ``raw_logprobs`` or ``processed_logprobs``.
     ``rollout_format``, ``learner_format``: names of number formats. ``experts``: whether the policy is a mixture of
-    experts.
+    experts. ``healthy_size``: of u in the same job when it was healthy, which says more than the formats' table.
     """
 
     temperature: float | None = None
@@ -55,6 +55,7 @@ class Settings:
     learner_format: str | None = None
     renormalised: bool = False
     experts: bool | None = None
+    healthy_size: float | None = None
 
 
 @dataclass(frozen=True)

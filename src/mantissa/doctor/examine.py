@@ -11,7 +11,7 @@ import numpy as np
 
 from mantissa.doctor import words
 from mantissa.doctor.diagnosis import Basis, Diagnosis, Finding, Verdict
-from mantissa.doctor.dump import Dump
+from mantissa.doctor.dump import Dump, Settings
 from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.facts import Usual, coarser, coarsest, facts, part, usual
 from mantissa.doctor.fields import copied, distinct
@@ -125,19 +125,20 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
         elif len(shapes) == 1 and shapes[0].name == "prompt" and not _no_weights(every):
             named = [named[0].or_else("weights")]
     table, fault, why = facts().faults, named[0] if named else None, None
+    own = dump.settings.healthy_size is not None
     if fault is not None:
         verdict, basis = Verdict.FAULT, Basis.FINDINGS
         headline = words.faults(named, [not e.exact and part(e.name).of != "shape" and e.share > 0 for e in named])
     elif large:
         fault, verdict, basis = large[0], Verdict.LARGE, Basis.SIZE
-        headline = words.too_large(figures, expected.bound, coarsest(), _best(every))
+        headline = words.too_large(figures, expected, None if own else coarsest(), _best(every))
     elif why := _too_few(evidence, figures, size, expected):
         verdict, basis, headline = Verdict.UNKNOWN, Basis.FEW, why.headline
     else:
         verdict, basis = Verdict.HEALTHY, _healthy(figures, size)
         headline = words.healthy(basis, _sizes(figures, evidence, expected, size, len(every)), dump.framework)
     causing = [*named, *(large[:1] if not named else ())]
-    helping = table["too_large"].larger if verdict is Verdict.LARGE and figures["u_rms"] > coarsest() else ()
+    helping = table["too_large"].larger if verdict is Verdict.LARGE and (own or figures["u_rms"] > coarsest()) else ()
     remedies = helping or tuple(
         dict.fromkeys(r for each in causing for name in (each.name, *each.also) for r in table[name].remedies)
     )
@@ -245,6 +246,12 @@ def _healthy(figures: dict[str, Any], size: Finding) -> Basis:
     return Basis.ROUNDING if size.tested else Basis.CERTAIN
 
 
+def formats_of(settings: Settings) -> str | None:
+    """What the usual size is of, in words; None where no format is named."""
+    named = coarser(settings)
+    return named if settings.healthy_size is None else f"this job{f' in {named}' * (named is not None)}"
+
+
 def _sizes(figures: dict[str, Any], e: Evidence, expected: Usual, size: Finding, tests: int) -> words.Healthy:
     """The sizes of a healthy gap, and of the faults that this sample would have shown."""
     u, far, t = figures["u_rms"], np.zeros(0, dtype=bool), e.clean.telling
@@ -255,7 +262,7 @@ def _sizes(figures: dict[str, Any], e: Evidence, expected: Usual, size: Finding,
         u = t.where(~far).size
     return words.Healthy(
         figures["d_rms"], u, expected.bound, size.detectable, seen_in_a_quarter(e, tests),
-        coarser(e.dump.settings), int(far.sum()), len(far), e.dump.routed,
+        formats_of(e.dump.settings), int(far.sum()), len(far), e.dump.routed,
     )  # fmt: skip
 
 

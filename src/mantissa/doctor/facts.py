@@ -135,9 +135,14 @@ def coarsest() -> float:
 def usual(settings: Settings) -> Usual:
     """What is usual in a dump's formats; bf16's where it names none, for most train and serve in it.
 
-    It is measured at temperature 1. Logits over a temperature below it have their errors over it too.
+    It is measured at temperature 1. Logits over a temperature below it have their errors over it too. Where the job's
+    own healthy size is known, it takes the table's place: up to three times it is usual, as in the table, but not less
+    than fp32's bound, below which nothing is learned otherwise, nor more than the formats'.
     """
     found, t = facts().usual[coarser(settings) or "bf16"], settings.temperature
-    if t is None or not 0 < t < 1:
+    if t is not None and 0 < t < 1:
+        found = found.model_copy(update={"size": found.size / t, "bound": found.bound / t})
+    if (own := settings.healthy_size) is None:
         return found
-    return found.model_copy(update={"size": found.size / t, "bound": found.bound / t})
+    bound = min(max(3 * own, facts().usual["fp32"].bound), found.bound)
+    return found.model_copy(update={"size": own, "bound": bound})

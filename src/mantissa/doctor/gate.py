@@ -10,6 +10,10 @@ step. One batch is often too few to tell, so a due gate gathers them until it ha
 twelve prompts). Where all of them were sampled by weights older than those of the last healthy verdict, that one's
 sequences stand beside them: a gap that age makes is seen by comparison. It never raises: what it cannot read is said,
 and the training goes on.
+
+The first healthy look is the job's own measure: from then on up to three times its size of u is usual, in place of what
+the formats' table allows, which is the noise of all models and engines in them. A layer that arrives corrupted may
+multiply a gap by twenty and stay below that.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mantissa.base.errors import MantissaError
-from mantissa.doctor.diagnosis import Diagnosis, Verdict
+from mantissa.doctor.diagnosis import Basis, Diagnosis, Verdict
 from mantissa.doctor.dump import Dump, Scored, Settings
 
 Table = Any  # B rows of R numbers: a tensor, an array or lists
@@ -55,6 +59,7 @@ class Gate:
         self.every, self.on_fault, self.sequences, self.framework, self.say = every, on_fault, sequences, framework, say
         self.stop, self.last = False, None  # type: bool, Diagnosis | None
         self._due, self._at, self._said = True, -1, False
+        self._own: float | None = None  # size of u at the first healthy look
         self._kept: list[Scored] = []
         self._healthy: list[Scored] = []  # of the last healthy verdict
         self._dump: Dump | None = None  # what ``last`` is about
@@ -95,7 +100,10 @@ class Gate:
         groups = {each.group for each in self._kept}
         if len(self._kept) < self.sequences or (None not in groups and len(groups) < _PROMPTS * self.sequences):
             return None
-        settings = Settings(temperature, rollout_format=rollout_format, learner_format=learner_format, experts=experts)
+        settings = Settings(
+            temperature, rollout_format=rollout_format, learner_format=learner_format, experts=experts,
+            healthy_size=self._own,
+        )  # fmt: skip
         kept, self._kept, self._due, self._at = self._kept, [], False, step
         return self._answer(step, kept, settings)
 
@@ -111,6 +119,8 @@ class Gate:
         self.last, self._dump = found, dump
         if found.verdict is not Verdict.UNKNOWN and not self.wrong(found):
             self._healthy = kept
+            if self._own is None and found.basis in (Basis.ROUNDING, Basis.NOTHING, Basis.EQUAL):
+                self._own = float(found.figures["u_rms"])
         if found.verdict in (Verdict.FAULT, Verdict.LARGE):
             known = [(do, f" ({', '.join(keys)})" if keys else "") for do, keys in remedies_for(found)[:2]]
             advice = "; ".join(do + keys for do, keys in known)

@@ -566,6 +566,7 @@ def checked(path: Path, settings: Settings) -> Settings:
     """``settings``, where they are such as a sampler can have; else ``MantissaError``, which ``path`` begins."""
     checks = {
         "temperature": number(settings.temperature or 0.0, 0.0),
+        "healthy_size": number(settings.healthy_size or 0.0, 0.0),
         "top_p": number(settings.top_p or 0.0, 0.0, 1.0),
         "top_k": number(settings.top_k or 0, -1, 2**31, whole=True),
         "renormalised": isinstance(settings.renormalised, bool),

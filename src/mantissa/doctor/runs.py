@@ -59,7 +59,7 @@ def read_run(path: Path, most: int = _ENOUGH) -> Dump:
 
 def _settings(run: RunDirectory, rollout: Any) -> Settings:
     """Temperature as configured; formats as the environment's table says they were active."""
-    formats: dict[str, str] = {}
+    formats: dict[str, Any] = {}
     for row in run.environment.get("precision", ()):
         if isinstance(row, dict) and row.get("role") in ("learner", "rollout"):
             formats[f"{row['role']}_format"] = str(row.get("active"))

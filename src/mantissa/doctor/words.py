@@ -12,7 +12,7 @@ from typing import Any
 
 from mantissa.doctor.diagnosis import Basis, Cause, CauseKind, Diagnosis, Finding, Open, Unknown, Verdict, Which
 from mantissa.doctor.dump import Dump
-from mantissa.doctor.facts import coarser, facts
+from mantissa.doctor.facts import Usual, coarser, facts
 
 UNEXPLAINED_NOTE = "the order of sums inside a library, and whatever is no hypothesis here"
 MAY_ROUTE = Unknown(
@@ -90,19 +90,23 @@ def faults(named: Sequence[Finding], valued: Sequence[bool]) -> str:
     return first + "; and ".join(parts)
 
 
-def too_large(figures: Mapping[str, Any], bound: float, coarsest: float, best: Finding | None) -> str:
-    """There is more than noise; ``coarsest``: what fp8 makes at most; ``best``: what explains most of it, and not
-    enough."""
-    most = "nothing that was tried explains it"
+def too_large(figures: Mapping[str, Any], expected: Usual, coarsest: float | None, best: Finding | None) -> str:
+    """There is more than noise; ``coarsest``: what fp8 makes at most, None where the job itself was healthy before;
+    ``best``: what explains most of it, and not enough."""
+    most, size = "nothing that was tried explains it", figures["u_rms"]
     if best is not None:
         most = f"the most that one cause explains is {best.share:.0%} ({facts().faults[best.name].title})"
-    size = figures["u_rms"]
-    made = "fp8 makes as much" if size <= coarsest else f"fp8 makes up to {coarsest:.2g}, so it is no precision"
-    if bound >= coarsest:
-        made = "no precision makes as much"
+    if coarsest is None:
+        whose, made = "as this job had it before", f"{expected.size:.2g} was its own, so something changed"
+    else:
+        whose, made = "of these formats", "fp8 makes as much"
+        if expected.bound >= coarsest:
+            made = "no precision makes as much"
+        elif size > coarsest:
+            made = f"fp8 makes up to {coarsest:.2g}, so it is no precision"
     return (
-        f"not known: d of {figures['d_rms']:.2g} nats is no rounding of these formats (size of u {size:.2g}, up to "
-        f"{bound:.2g} is usual; {made}), and {most}"
+        f"not known: d of {figures['d_rms']:.2g} nats is no rounding {whose} (size of u {size:.2g}, up to "
+        f"{expected.bound:.2g} is usual; {made}), and {most}"
     )
 
 
