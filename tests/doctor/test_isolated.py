@@ -106,7 +106,8 @@ def test_a_fault_in_a_reader_is_one_error(fault: str, tmp_path: Path) -> None:
 HEADER = {
     "framework": "plain", "run": False, "notes": [], "counts": [1, 1, 3, 3, 1, 1, 2, 1, 1, 1, 0, 0, 0],
     "settings": {"renormalised": False} | dict.fromkeys(
-        ("temperature", "top_k", "top_p", "logprobs_mode", "rollout_format", "learner_format", "experts", "healthy_size")
+        ("temperature", "top_k", "top_p", "logprobs_mode", "rollout_format", "learner_format", "experts",
+         "healthy_size")
     ),
 }  # fmt: skip
 GARBAGE = {
