@@ -151,3 +151,13 @@ def test_a_job_that_was_equal_to_the_bit_has_hardly_a_gap_to_spare(exact: bool) 
     found = gate.check(2, *batch(size=0.0 if exact else 0.01), rollout_format="bf16", learner_format="bf16")
     assert found is not None
     assert gate.stop is not exact
+
+
+def test_other_formats_have_another_measure() -> None:
+    """A run that falls back from fp16 to bf16 has eight times the gap, and nothing is wrong."""
+    gate = Gate(every=1, on_fault="stop", say=lambda line: None)
+    assert gate.check(1, *batch(size=0.006), rollout_format="fp16", learner_format="fp16") is not None
+    found = gate.check(2, *batch(size=0.05), rollout_format="bf16", learner_format="bf16")
+    assert found is not None
+    assert found.verdict is Verdict.HEALTHY
+    assert not gate.stop

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 import small_run
+from mantissa.doctor.diagnosis import Basis, Diagnosis, Verdict
+from mantissa.doctor.dump import Dump
+from mantissa.doctor.examine import examine
+from mantissa.rl import probes
 from mantissa.rl.session import resume, start
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.report import build_report
@@ -39,3 +44,21 @@ def test_a_run_diagnoses_itself_and_changes_nothing(tmp_path: Path) -> None:
     begun_again = small_run.stopped(tmp_path / "1", 2, tmp_path / "2")
     resume(begun_again)
     assert RunDirectory.open(begun_again).read_doctor() == rows
+
+
+def test_a_run_is_held_to_its_own_first_healthy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its file, so that a resumed run is too; not to one in other formats."""
+    asked = []
+
+    def diagnosed(dump: Dump) -> Diagnosis:
+        asked.append(dump.settings.healthy_size)
+        basis = Basis.ROUNDING if len(asked) > 1 else Basis.FEW  # the first look is of too few tokens
+        return dataclasses.replace(examine(dump), verdict=Verdict.HEALTHY, basis=basis, fault=None)
+
+    monkeypatch.setattr(probes, "diagnose", diagnosed)
+    recipe = (*small_run.QUICK, "steps=4", f"run_dir={tmp_path / 'run'}", "doctor={every: 1}")
+    start(small_run.configure(*recipe))
+    sizes = [row["u_rms"] for row in RunDirectory.open(tmp_path / "run").read_doctor()]
+    assert asked == [None, None, sizes[1], sizes[1]]
+    resume(small_run.stopped(tmp_path / "run", 3, tmp_path / "again"))
+    assert asked[4:] == [sizes[1], sizes[1]]

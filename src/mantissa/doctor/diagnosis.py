@@ -50,6 +50,10 @@ class Basis(StrEnum):
     SIDE = "side"
 
 
+# What a healthy verdict rests on whose size of u is the job's own: of rounding, or none at all.
+MEASURED = (Basis.ROUNDING, Basis.NOTHING, Basis.EQUAL)
+
+
 class CauseKind(StrEnum):
     """What a cause is of. ``ROUNDING``: as declared, of one side; ``UNEXPLAINED``: the rest."""
 

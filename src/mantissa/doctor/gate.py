@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from mantissa.base.errors import MantissaError
-from mantissa.doctor.diagnosis import Basis, Diagnosis, Verdict
+from mantissa.doctor.diagnosis import MEASURED, Diagnosis, Verdict
 from mantissa.doctor.dump import Dump, Scored, Settings
 
 Table = Any  # B rows of R numbers: a tensor, an array or lists
@@ -59,7 +60,7 @@ class Gate:
         self.every, self.on_fault, self.sequences, self.framework, self.say = every, on_fault, sequences, framework, say
         self.stop, self.last = False, None  # type: bool, Diagnosis | None
         self._due, self._at, self._said = True, -1, False
-        self._own: float | None = None  # size of u at the first healthy look
+        self._own: dict[Settings, float] = {}  # size of u at the first healthy look, in each pair of formats
         self._kept: list[Scored] = []
         self._healthy: list[Scored] = []  # of the last healthy verdict
         self._dump: Dump | None = None  # what ``last`` is about
@@ -100,17 +101,15 @@ class Gate:
         groups = {each.group for each in self._kept}
         if len(self._kept) < self.sequences or (None not in groups and len(groups) < _PROMPTS * self.sequences):
             return None
-        settings = Settings(
-            temperature, rollout_format=rollout_format, learner_format=learner_format, experts=experts,
-            healthy_size=self._own,
-        )  # fmt: skip
+        settings = Settings(temperature, rollout_format=rollout_format, learner_format=learner_format, experts=experts)
         kept, self._kept, self._due, self._at = self._kept, [], False, step
         return self._answer(step, kept, settings)
 
     def _answer(self, step: int, kept: list[Scored], settings: Settings) -> Diagnosis | None:
         from mantissa.doctor.examine import examine, remedies_for
 
-        dump = Dump(self.framework, Path(f"step {step}"), [*self._fresher(kept), *kept], settings)
+        own = replace(settings, healthy_size=self._own.get(settings))
+        dump = Dump(self.framework, Path(f"step {step}"), [*self._fresher(kept), *kept], own)
         try:
             found = examine(dump)
         except _UNREADABLE as error:
@@ -119,8 +118,8 @@ class Gate:
         self.last, self._dump = found, dump
         if found.verdict is not Verdict.UNKNOWN and not self.wrong(found):
             self._healthy = kept
-            if self._own is None and found.basis in (Basis.ROUNDING, Basis.NOTHING, Basis.EQUAL):
-                self._own = float(found.figures["u_rms"])
+            if found.basis in MEASURED:
+                self._own.setdefault(settings, float(found.figures["u_rms"]))
         if found.verdict in (Verdict.FAULT, Verdict.LARGE):
             known = [(do, f" ({', '.join(keys)})" if keys else "") for do, keys in remedies_for(found)[:2]]
             advice = "; ".join(do + keys for do, keys in known)

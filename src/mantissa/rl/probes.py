@@ -7,11 +7,13 @@ and what top-k and top-p left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from mantissa.base.errors import MantissaError
+from mantissa.doctor.diagnosis import MEASURED
 from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.examine import examine as diagnose
 from mantissa.doctor.routers import routes
@@ -113,10 +115,16 @@ class Diagnose(Probe):
 
     def observe(self, step: int, experience: Weighed) -> Metrics:
         if self.learner.ranks.rank0:
-            found = diagnose(Dump("mantissa", self.run.path, self._sequences(experience), self.settings))
+            formats = {name: getattr(self.settings, name) for name in ("rollout_format", "learner_format")}
+            # The first healthy look in these formats is the run's own measure: from the file, so a resumed run has it.
+            alike = [row for row in self.run.read_doctor() if formats.items() <= row.items()]
+            own = next((row["u_rms"] for row in alike if row["basis"] in MEASURED), None)
+            settings = replace(self.settings, healthy_size=own)
+            found = diagnose(Dump("mantissa", self.run.path, self._sequences(experience), settings))
             fault = "" if found.fault is None else found.fault.name
-            row = {"step": step, "verdict": found.verdict.value, "fault": fault, "headline": found.headline}
-            self.run.append_doctor(row | found.figures)
+            row = {"step": step, "verdict": found.verdict.value, "basis": found.basis.value, "fault": fault,
+                   "headline": found.headline}  # fmt: skip
+            self.run.append_doctor(row | formats | found.figures)
             if fault:
                 self.note(f"warning: step {step}: the doctor says: {found.headline}")
         return {}
