@@ -86,8 +86,8 @@ def test_lost_is_what_fp16_rounds_to_zero() -> None:
     seen.see(torch.tensor([1.0, float("inf")]), "divided")
     assert (seen.infinite, seen.headroom) == (1, -np.inf)
     masked = Range()
-    masked.see(torch.tensor([3.0, torch.finfo(torch.bfloat16).min]), "add")
-    assert masked.largest == 3.0
+    masked.see(torch.tensor([3.0, torch.finfo(torch.bfloat16).min, -float("inf")]), "add")
+    assert (masked.largest, masked.infinite) == (3.0, 0)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -138,7 +138,11 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
         verdict, basis = Verdict.HEALTHY, _healthy(figures, size)
         headline = words.healthy(basis, _sizes(figures, evidence, expected, size, len(every)), dump.framework)
     causing = [*named, *(large[:1] if not named else ())]
-    helping = table["too_large"].larger if verdict is Verdict.LARGE and (own or figures["u_rms"] > coarsest()) else ()
+    helping = (
+        table[large[0].name].larger
+        if large and verdict is Verdict.LARGE and (own or figures["u_rms"] > coarsest())
+        else ()
+    )
     remedies = helping or tuple(
         dict.fromkeys(r for each in causing for name in (each.name, *each.also) for r in table[name].remedies)
     )
@@ -246,7 +250,7 @@ def _healthy(figures: dict[str, Any], size: Finding) -> Basis:
     return Basis.ROUNDING if size.tested else Basis.CERTAIN
 
 
-def formats_of(settings: Settings) -> str | None:
+def _whose(settings: Settings) -> str | None:
     """What the usual size is of, in words; None where no format is named."""
     named = coarser(settings)
     return named if settings.healthy_size is None else f"this job{f' in {named}' * (named is not None)}"
@@ -262,7 +266,7 @@ def _sizes(figures: dict[str, Any], e: Evidence, expected: Usual, size: Finding,
         u = t.where(~far).size
     return words.Healthy(
         figures["d_rms"], u, expected.bound, size.detectable, seen_in_a_quarter(e, tests),
-        formats_of(e.dump.settings), int(far.sum()), len(far), e.dump.routed,
+        _whose(e.dump.settings), int(far.sum()), len(far), e.dump.routed,
     )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ _LEAST_SCALE, _MOST_SCALE = 0, 24  # log2: beyond 2^24 nothing that fp16 can hol
 class Range:
     """The values of some tensors: ``largest`` magnitude, ``count_E`` by the exponent floor(log2 |x|), zeros left out.
 
-    ``infinite``: values that are not finite even in bf16. ``what``: the operation that made the largest.
+    ``infinite``: values that are NaN or infinite even in bf16. ``what``: the operation that made the largest.
     """
 
     largest: float = 0.0
@@ -60,7 +60,8 @@ class Range:
         """Add a tensor's values, by the bits of bf16: eight of exponent over seven of mantissa."""
         bits = x.detach().bfloat16().contiguous().view(torch.int16).flatten() & 0x7FFF
         count_256 = np.asarray(torch.bincount(bits >> 7, minlength=256).cpu())
-        self.infinite += int(count_256[-1])
+        if count_256[-1]:  # minus infinity is a mask's: bf16 itself ends where fp32 does
+            self.infinite += int(count_256[-1]) - int((x == -math.inf).sum())
         if count_256[_MASK:].any():
             bits = torch.where(bits >> 7 < _MASK, bits, 0)
         most = float(bits.max().view(torch.bfloat16)) if len(bits) else 0.0
@@ -119,15 +120,14 @@ class Fitness:
     @property
     def moved(self) -> int:
         """log2 of how much smaller an activation's gradient is in a training step than as measured, rounded."""
-        return _moved(self.tokens, self.step_tokens)
+        return round(math.log2(self.tokens / self.step_tokens))
 
     @property
     def fits(self) -> bool:
         """Whether fp16 has room for all that was seen, and what ran in fp16 was finite."""
-        held = all(place.activations.headroom >= 0 for place in self.places.values())
-        return (
-            held and self.weights.headroom >= 0 and self.largest_gradient(self.scale) <= FP16.largest and not self.tried
-        )
+        made = [place.activations for place in self.places.values()]
+        returned = [place.at(self.scale, self.moved) for place in self.places.values()]
+        return all(each.headroom >= 0 for each in (self.weights, *made, *returned)) and not self.tried
 
     def beyond(self, bits: float) -> list[str]:
         """The modules whose activations have less than so many bits of headroom, the least first."""
@@ -158,10 +158,6 @@ class Fitness:
         return [(kind, name, self.places[name]) for kind, (_, name) in sorted(found.items(), key=lambda each: each[1])]
 
 
-def _moved(tokens: int, step_tokens: int) -> int:
-    return round(math.log2(tokens / step_tokens))
-
-
 class _Seen(TorchFunctionMode):
     """Looks at every result in a half that a gradient goes back to, and at that gradient, by the module at work."""
 
@@ -176,8 +172,8 @@ class _Seen(TorchFunctionMode):
         if not isinstance(out, Tensor) or out.dtype != torch.bfloat16 or not out.requires_grad:
             return out
         what = getattr(func, "__name__", "").strip("_")
-        if any(isinstance(x, Tensor) and _same_memory(x, out) for x in args) and not what.startswith("i"):
-            return out  # a view: what it shows was seen where it was made
+        if any(isinstance(x, Tensor) and x is not out and _same_memory(x, out) for x in args):
+            return out  # a view: what it shows was seen where it was made. In place, the result is the argument itself
         place = self.place(self.stack[-1])
         place.activations.see(out, what)
         out.register_hook(lambda gradient: place.gradients.see(gradient, f"of {what}"))

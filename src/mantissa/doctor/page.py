@@ -81,7 +81,7 @@ def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens, with_model: Sequen
         Banner(diagnosis.headline, lines, LEVELS[diagnosis.verdict]),
         KeyNumbers([
             ("root mean square of d", f"{f['d_rms']:.2g}", "nats"),
-            ("size of u", f"{f['u_rms']:.2g}", f"up to {usual(dump.settings).bound:.2g} is usual in these formats"),
+            ("size of u", f"{f['u_rms']:.2g}", f"up to {usual(dump.settings).bound:.2g} is usual here"),
             ("equal to the last bit", f"{f['equal']:.1%}", "of tokens"),
             ("k3", f"{f['k3']:.2g}", "nats a token"),
         ]),
@@ -209,5 +209,5 @@ def _by_sequence(t: Tokens, bound: float) -> Plot:
         axes.set_yscale("log")
         axes.set_ylim(max(min(float(np.min(sizes[sizes > 0])), bound) / 2, 1e-9), 2 * max(float(sizes.max()), bound))
         axes.set(xlabel="sequences, in order", ylabel="root mean square of u")
-    note = f"{len(sizes):,} sequences; dashed: the largest that is usual in these formats."
+    note = f"{len(sizes):,} sequences; dashed: the largest that is usual here."
     return Plot(title, note, to_svg(drawing, title))
