@@ -159,6 +159,12 @@ test-verl: $(VERL_VENV)/.installed
 	$(if $(filter 0.9.%,$(VERL)),$(VERL_TESTS) "verl and not variants")
 	OMP_NUM_THREADS=1 PYTHONPATH=src $(VERL_VENV)/bin/python -m pytest -m "ray and slow" tests/launch
 
+# What check says of verl and TRL, asked of the programs: prints what changed. OTHERS="0.8.0=FOLDER": unpacked wheels.
+.PHONY: facts
+facts: $(VERL_VENV)/.installed $(TRL_VENV)/.installed
+	OMP_NUM_THREADS=1 $(VERL_VENV)/bin/python tests/support/verl_facts.py $(OTHERS)
+	$(TRL_VENV)/bin/python tests/support/trl_facts.py
+
 test-verl-variants: $(VERL_VENV)/.installed
 	$(VERL_TESTS) "verl and variants"
 

@@ -317,8 +317,6 @@ def test_a_word_that_grows_without_end_is_left_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [("missing.sh", "expected overrides such as"), ("a.b=1 what", "'what': expected key=value"),
-     ("actor_rollout_ref.actor.strategy=veomni", "this check knows fsdp, fsdp2, megatron"),
-     ("actor_rollout_ref.rollout.name=hf", "this check knows vllm, sglang, trtllm, mantissa, dynamo"),
      ("open.sh", "cannot be read as a shell script"), ("none.sh", "found no override")],
 )  # fmt: skip
 def test_arguments_and_scripts_that_are_wrong(
@@ -385,3 +383,52 @@ def test_what_is_exported_to_the_plugin_has_nothing_to_complain_of(
     report = check_verl([str(one) for one in planned(*flow, engine=engine).overrides])
     assert report.wrong == []
     assert active(report)["learner"] == ("fp16" if precision == "fp16" else "bf16")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "role", "active_"),
+    [
+        (["actor_rollout_ref.actor.strategy=veomni"], "learner", "not known (actor.strategy=veomni)"),
+        ([ROLLOUT + "name=hf", ROLLOUT + "dtype=float16"], "rollout", "not known (rollout.name=hf)"),
+        (["model_engine=torchtitan"], "learner", "not known (model_engine=torchtitan)"),
+        ([f"+{ROLLOUT}half=True"], "rollout", "not known (actor_rollout_ref.rollout.half)"),
+        (["+actor_rollout_ref.actor.fp8_mode=x"], "learner", "not known (actor_rollout_ref.actor.fp8_mode)"),
+    ],
+)
+def test_not_known_is_an_answer(overrides: list[str], role: str, active_: str) -> None:
+    """And the rest is checked all the same."""
+    roles = active(check_verl(overrides))
+    assert roles[role] == active_
+    other = "rollout" if role == "learner" else "learner"
+    assert roles[other] == "bf16"
+
+
+def test_a_plus_before_a_key_that_is_null_appends() -> None:
+    report = check_verl([f"+{ROLLOUT}quantization=fp8", "+algorithm.rollout_correction.rollout_is=token"])
+    assert [s.verdict for s in report.settings if s.given.mark] == ["takes effect"] * 2
+    assert active(report)["correction"] == "by token, 2.0"
+    assert report.refused == ()
+
+
+def test_one_refused_key_of_any_kind_ends_the_job() -> None:
+    report = check_verl(["model_engine=megatron", "actor_rollout_ref.actor.megatron.grad_offload=True",
+                         "actor_rollout_ref.rollout.n=8"])  # fmt: skip
+    (refused,) = report.refused
+    assert refused.given.key == "actor_rollout_ref.actor.megatron.grad_offload"
+    assert report.foreign == ()  # verl 0.8 has it
+    assert check_verl(["actor_rollout_ref.actor.own=1"]).foreign == ("actor_rollout_ref.actor.own",)
+    assert "this will not start" in report.text
+
+
+def test_an_entry_point_that_is_not_known_is_judged_in_what_is_common(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    text = "python3 -m {} actor_rollout_ref.actor.grad_clip=1.0 actor_rollout_ref.own=1"
+    path.write_text(text.format("recipe.flowrl.main_flowrl"))
+    report = check_verl([str(path)])
+    assert [s.verdict for s in report.settings] == ["unknown"]
+    assert report.refused == ()
+    assert "recipe.flowrl.main_flowrl" in "".join(report.assumed)
+    path.write_text(text.format("verl.trainer.main_ppo"))
+    report = check_verl([str(path)])
+    assert [s.verdict for s in report.settings] == ["ignored"]
+    assert [s.given.key for s in report.refused] == ["actor_rollout_ref.own"]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-_WRONG = 1  # exit code
+_WRONG, _UNKNOWN = 1, 3  # exit codes
 Files = Annotated[
     list[str],
     typer.Argument(metavar="FILE|KEY=VALUE...", help="Scripts and configurations of one run; the last value counts."),
@@ -29,7 +29,7 @@ def check(
     Reads scripts (shell, Python) and configurations (YAML) of verl, TRL, OpenRLHF, NeMo-RL, SkyRL and AReaL. Nothing
     is run. Each answer names the line of the framework's source that shows it.
 
-    Exit code 0: every setting does what it says. 1: some do not. 2: bad input.
+    Exit code 0: every setting does what it says. 1: some do not. 2: bad input. 3: what some do is not known.
 
     [bold]Examples[/]
 
@@ -51,8 +51,8 @@ def check(
         return verl(shell if len(files) == len(shell) == 1 else pairs, verl_version)
     found = check_settings(given, whose(given, framework))
     typer.echo(found.text)
-    if found.wrong:
-        raise typer.Exit(_WRONG)
+    if found.wrong or found.unknown:
+        raise typer.Exit(_WRONG if found.wrong else _UNKNOWN)
 
 
 def verl(overrides: list[str], version: str) -> None:
@@ -65,5 +65,6 @@ def verl(overrides: list[str], version: str) -> None:
         raise MantissaError(f"--verl-version {version}: expected one of {', '.join(VERSIONS)}")
     report = check_verl(overrides, version)
     typer.echo(report.text)
-    if report.wrong:
-        raise typer.Exit(_WRONG)
+    if report.wrong or report.refused:
+        known = report.refused or any(each.verdict != "unknown" for each in report.wrong)
+        raise typer.Exit(_WRONG if known else _UNKNOWN)

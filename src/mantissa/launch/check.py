@@ -22,6 +22,7 @@ from mantissa.launch.facts import (
     IGNORED,
     NEEDED,
     PLUGIN,
+    VERSIONS,
     Engine,
     Fact,
     Ignored,
@@ -34,14 +35,18 @@ from mantissa.launch.facts import (
 )
 from mantissa.launch.scripts import Override, Words, read_overrides
 from mantissa.launch.settings import Answer, Role, Setting, roles_text, settings_text
+from mantissa.launch.verl_tree import Tree, groups, refusals
 
 _SHORT = {"float16": "fp16", "half": "fp16", "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16", "float32": "fp32",
           "float": "fp32", "fp32": "fp32"}  # fmt: skip
 _LONG = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _ABOUT_PRECISION = re.compile(
     r"(dtype|fp4|fp8|fp16|bf16|fp32|quant|precision|loss_scale|scaler|autocast|amp\b|logprobs_mode|calculate_log_probs"
-    r"|veto|rollout_correction|grad_clip|clip_grad|qat|mbridge\b)"
+    r"|half\b|veto|rollout_correction|grad_clip|clip_grad|qat|mbridge\b)"
 )
+_ENTRIES = ("verl.trainer.main_ppo",)
+_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer")
+_PARTS = {"actor.": "learner", "ref.": "reference", "rollout.": "rollout", "algorithm.": "correction"}
 _SECTION = "actor.fsdp_config.mixed_precision"
 _COLON = re.compile(r":(?=[^\s])")  # hydra's dictionaries have no space there, which YAML's want
 _IN_RUNTIME_ENV = "+ray_kwargs.ray_init.runtime_env.env_vars."
@@ -54,7 +59,9 @@ _CASTING = {
 
 @dataclass(frozen=True)
 class Report(Answer):
-    """The answer for verl. ``meant``: the overrides still missing for the format that settings without effect name."""
+    """The answer for verl. ``meant``: the overrides still missing for the format that settings without effect name.
+    ``refused``: overrides of anything for which hydra ends the job; ``foreign``: keys among them of no verl known here.
+    """
 
     version: Version
     engine: Engine
@@ -62,12 +69,20 @@ class Report(Answer):
     assumed: tuple[str, ...]
     casts: tuple[str, ...]
     meant: tuple[str, ...]
+    refused: tuple[Setting, ...] = ()
+    foreign: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
         """What ``mantissa check`` prints."""
         lines = [f"verl {self.version}, {self.engine} learner, {self.rollout} rollout"]
         lines += [f"  taken for granted: {said}" for said in self.assumed]
+        if self.refused:
+            count = len(self.refused)
+            lines += ["", f"this will not start: hydra refuses {count} override{'s' if count > 1 else ''}"]
+            lines += [f"  {each.given}\n      {each.why}" for each in self.refused]
+        if self.foreign:
+            lines += [f"  no verl known here has {', '.join(self.foreign)}: a fork's, or another version's"]
         lines += settings_text({
             "precision settings without effect": self.wrong,
             "precision settings that take effect": self.that("takes effect"),
@@ -85,21 +100,93 @@ def check_verl(arguments: Sequence[str], version: Version = "0.9.1") -> Report:
     """Say what overrides (or a shell script that holds them) do. Raises ``MantissaError`` where there is none."""
     words = read_overrides(arguments)
     words.overrides = {short(key): given for key, given in words.overrides.items()}
-    engine, rollout, assumed = _engines(words)
+    engine, rollout, assumed, strange = _engines(words)
+    foreign = _foreign(words)
+    assumed += foreign
+    refused = [] if foreign else _refused(words, engine, version)
+    refusal = {short(each.given.key): each for each in refused}
     about = [
         given
         for key, given in words.overrides.items()
         if (_ABOUT_PRECISION.search(key) or key in HANDED_KEYS) and not key.startswith(_IN_RUNTIME_ENV[1:])
     ]
     judged = [_judged(given, engine, rollout, version) for given in about]
+    judged = [_by_hydra(setting, refusal) for setting in judged]
+    judged = [_of_strange(setting, strange, bool(foreign)) for setting in judged]
     judged = [_by_plugin(setting, words, engine) for setting in judged] if engine in PLUGIN else judged
     good = {
         short(s.given.key): s.given.value for s in judged if s.verdict == "takes effect" and s.given.value != "null"
     }
     settings = (*judged, *_variables(words, good, rollout))
-    roles, casts = _roles(words, good, engine, rollout), _casts(words, good, engine)
+    roles, casts = _known(_roles(words, good, engine, rollout), settings, strange), _casts(words, good, engine)
     meant, others = _meant(settings, good, engine), len(words.overrides) - len(about)
-    return Report(settings, tuple(roles), others, version, engine, rollout, tuple(assumed), tuple(casts), tuple(meant))
+    return Report(settings, tuple(roles), others, version, engine, rollout, tuple(assumed), tuple(casts), tuple(meant),
+                  tuple(refused), _of_no_verl(refused))  # fmt: skip
+
+
+def _refused(words: Words, engine: Engine, version: Version) -> list[Setting]:
+    """Every override for which hydra ends the job."""
+    whys = refusals(version, _group(words, engine, version), words.order)
+    return [Setting(each, "refused by hydra", why) for each, why in zip(words.order, whys, strict=True) if why]
+
+
+def _group(words: Words, engine: Engine, version: Version) -> str:
+    named = words.value("model_engine")
+    return named if named in groups(version) else "megatron" if engine == "megatron" else "dp"
+
+
+def _of_no_verl(refused: Sequence[Setting]) -> tuple[str, ...]:
+    missing = [each.given.key for each in refused if not each.given.mark]
+    trees = [Tree(version, group) for version in VERSIONS for group in groups(version)] if missing else []
+    return tuple(key for key in dict.fromkeys(missing) if not any(tree.has(key) for tree in trees))
+
+
+def _foreign(words: Words) -> list[str]:
+    """What starts the job where it is none of verl's trainers, whose keys and readers are another's."""
+    name = (words.config_name or _CONFIGS[0]).removesuffix(".yaml")
+    found = [
+        each for each in words.modules if each.startswith(("verl.", "recipe.")) or each.rpartition(".")[2][:4] == "main"
+    ]
+    if found and not any(each in _ENTRIES for each in found):
+        return [f"the entry point {found[-1]} is none that is known here ({', '.join(_ENTRIES)}): only what is common"
+                " to them is judged"]  # fmt: skip
+    if name not in _CONFIGS:
+        return [f"the configuration {name} is none of verl's own: whether its tree has a key is not known"]
+    return []
+
+
+def _by_hydra(setting: Setting, refusal: Mapping[str, Setting]) -> Setting:
+    """The verdict where hydra refuses the override, with what the table would have instead."""
+    refused = refusal.get(short(setting.given.key))
+    if refused is None or setting.verdict == "refused by hydra":
+        return setting
+    given = setting.given
+    mark = "" if given.mark == "+" else "+"
+    instead = setting.instead if setting.verdict == "ignored" else f"{mark}{full(given.key)}={given.value}"
+    return Setting(given, "refused by hydra", refused.why, instead)
+
+
+def _of_strange(setting: Setting, strange: Mapping[str, str], foreign: bool) -> Setting:
+    """Not known, where the engine, rollout or entry point that reads the key is none of those known."""
+    part = _part(short(setting.given.key))
+    if part in strange:
+        return Setting(setting.given, "unknown", f"{strange[part]} is none that is known here")
+    if foreign and setting.verdict == "ignored":
+        return Setting(setting.given, "unknown", f"with {_ENTRIES[0]}: {setting.why}; this entry point is another")
+    return setting
+
+
+def _part(key: str) -> str:
+    return next((part for start, part in _PARTS.items() if key.startswith(start)), "")
+
+
+def _known(roles: Sequence[Role], settings: Sequence[Setting], strange: Mapping[str, str]) -> list[Role]:
+    """The roles, one whose setting is not known said as such."""
+    unread = {_part(short(s.given.key)): s.given.key for s in settings if s.verdict == "unknown"} | dict(strange)
+    return [
+        Role(role.name, f"not known ({unread[role.name]})", "a key about it was not understood")
+        if role.name in unread else role for role in roles
+    ]  # fmt: skip
 
 
 def _variables(words: Words, good: dict[str, str], rollout: Rollout) -> Iterator[Setting]:
@@ -154,10 +241,14 @@ def _meant(settings: Sequence[Setting], good: dict[str, str], engine: Engine) ->
     return [_advised(key, fmt) for key in keys if _SHORT.get(good.get(key, "")) != fmt]
 
 
-def _engines(words: Words) -> tuple[Engine, Rollout, list[str]]:
-    assumed = []
+def _engines(words: Words) -> tuple[Engine, Rollout, list[str], dict[str, str]]:
+    """Learner and rollout, what was taken for granted, and by role the setting that names one which is not known."""
+    assumed = ["every branch of the script is read"] if words.branches else []
+    strange = {}
     group = words.value("model_engine") or ("megatron" if "megatron" in (words.config_name or "") else "dp")
     engine = "megatron" if group == "megatron" else words.value("actor.strategy") or ""
+    if group not in ("dp", "megatron"):
+        strange["learner"], engine = f"model_engine={group}", "fsdp"
     sections = {key.split(".")[1] for key in words.overrides if key.startswith(("actor.", "ref."))}
     if not engine and words.value("model_engine") is None and "megatron" in sections and "fsdp_config" not in sections:
         engine, said = "megatron", "learner on Megatron, as actor.megatron.* says; verl wants model_engine=megatron too"
@@ -173,13 +264,11 @@ def _engines(words: Words) -> tuple[Engine, Rollout, list[str]]:
     if not rollout:
         rollout = "vllm"
         assumed.append("rollout on vLLM: rollout.name is not given, and verl will ask for it")
-    for name, value, known in (
-        ("actor.strategy", engine, get_args(Engine)),
-        ("rollout.name", rollout, (*get_args(Rollout), *AROUND)),
-    ):
-        if value not in known:
-            raise MantissaError(f"{name}={value}: this check knows {', '.join(known)}")
-    return engine, rollout, assumed  # type: ignore[return-value]
+    if engine not in get_args(Engine):
+        strange["learner"], engine = f"actor.strategy={engine}", "fsdp"
+    if rollout not in get_args(Rollout):
+        strange["rollout"], rollout = f"rollout.name={rollout}", "vllm"
+    return engine, rollout, assumed, strange  # type: ignore[return-value]
 
 
 def _judged(given: Override, engine: Engine, rollout: Rollout, version: Version) -> Setting:
@@ -203,10 +292,6 @@ def _judged(given: Override, engine: Engine, rollout: Rollout, version: Version)
         return Setting(given, "refused by hydra", f"not in the tree of {engine}", instead)
     if rollout not in fact.rollouts:
         return Setting(given, "ignored", f"the {rollout} rollout does not read it; {' and '.join(fact.rollouts)} does")
-    if fact.new and not given.mark:
-        return Setting(given, "refused by hydra", "the key is not in verl's tree", f"+{full(key)}={given.value}")
-    if not fact.new and given.mark == "+":
-        return Setting(given, "refused by hydra", "the key is in verl's tree already", f"{full(key)}={given.value}")
     values = fact.understood(engine, rollout)
     if values and given.value not in values and given.value != "null":
         return Setting(given, "wrong value", f"expected one of {', '.join(values)}; verl itself does not check")

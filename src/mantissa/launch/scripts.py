@@ -26,6 +26,7 @@ from mantissa.base.readers.limits import Limits
 from mantissa.base.readers.yaml import parse_yaml, read_yaml
 
 _LARGEST = 400_000  # bytes of a script
+_MADE, _FILES = 16_000_000, 64  # that reading one command may make, and read
 _BASES = 8  # configurations that build on one another
 _CONFIG = Limits(400_000, 2_000, 20_000)
 _PAIR = re.compile(r"(?:--)?(\+\+|\+|~)?([A-Za-z_][\w/@-]*(?:\.[\w@/-]+)*)=(.*)", re.S)
@@ -46,6 +47,22 @@ _NAMES_A_CONFIG = ("config", "config-path", "config_path")
 _VERL = {"words": ["verl.trainer.main_ppo", "verl.trainer"], "keys": ["actor_rollout_ref"]}
 
 
+class Budget:
+    """What reading one command's files may make: a few lines can ask for any amount. ``spend`` raises
+    ``MantissaError``."""
+
+    def __init__(self) -> None:
+        self._left = {"characters": _MADE, "files": _FILES}
+
+    def spend(self, what: str, count: int = 1) -> None:
+        """Take ``count`` ``characters`` or ``files``."""
+        self._left[what] -= count
+        if self._left[what] < 0:
+            most = {"characters": _MADE, "files": _FILES}[what]
+            raise MantissaError(f"this makes more than {most:,} {what}, names and variables written out; give the part "
+                                "that sets something")  # fmt: skip
+
+
 @dataclass
 class Given:
     """``settings``: key to value, as text (true, false and null so, in any language). ``words``: of command lines, and
@@ -58,6 +75,7 @@ class Given:
     notes: list[str] = field(default_factory=list)
     partial: bool = False
     shell: list[Path] = field(default_factory=list)
+    budget: Budget = field(default_factory=Budget)
 
     def has(self, key: str) -> bool:
         """Whether the key, or one below it, is given."""
@@ -110,6 +128,7 @@ def _read_file(path: Path, found: Given, classes: Sequence[str]) -> None:
 
 def _read_config(path: Path, found: Given, inside: tuple[Path, ...] = ()) -> None:
     """``inside``: the files that build on this one, which is read before them."""
+    found.budget.spend("files")
     tree = read_yaml(path, _CONFIG)
     if not isinstance(tree, Mapping):
         raise MantissaError(
@@ -161,7 +180,8 @@ def _put_in(key: str, value: str, settings: Mapping[str, str]) -> str:
 
 def _read_shell(path: Path, found: Given, inside: tuple[Path, ...] = ()) -> None:
     """``inside``: the scripts that call this one, which is read before them."""
-    words = script_words(path)
+    found.budget.spend("files")
+    words = script_words(path, found.budget)
     named = list(itertools.pairwise([*words, ""]))
     for before, word in itertools.pairwise(["", *words]):
         if word.endswith(".sh") and before in _CALLS and word != path.name:
@@ -202,7 +222,7 @@ def _read_python(path: Path, found: Given, classes: Sequence[str]) -> None:
     constants: dict[str, Any] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            constants[node.targets[0].id] = _constant(node.value, constants)
+            constants[node.targets[0].id] = _bounded(_constant(node.value, constants), found.budget)
     for node in ast.walk(tree):
         called = _called(node.func) if isinstance(node, ast.Call) else ""
         if isinstance(node, ast.Call) and called in classes:
@@ -223,7 +243,7 @@ def _called(function: ast.expr) -> str:
 
 def _keywords(given: list[ast.keyword], under: str, constants: dict[str, Any], found: Given, whose: str) -> None:
     for keyword in given:
-        value = _constant(keyword.value, constants)
+        value = _bounded(_constant(keyword.value, constants), found.budget)
         if keyword.arg is None and isinstance(value, dict):
             found.settings |= dict(_leaves(value, under))
         elif isinstance(value, dict) and value:
@@ -235,6 +255,24 @@ def _keywords(given: list[ast.keyword], under: str, constants: dict[str, Any], f
 
 
 _UNKNOWN = object()
+
+
+def _bounded(value: Any, budget: Budget) -> Any:
+    """The constant, unless what it makes written out is more than one may be."""
+    size = _written(value, {})
+    if size > _LONGEST:
+        return _UNKNOWN
+    budget.spend("characters", size)
+    return value
+
+
+def _written(value: Any, known: dict[int, int]) -> int:
+    """Characters of a constant written out; dictionaries are shared, so each is counted once. ``known``: by id."""
+    if not isinstance(value, dict):
+        return len(value) if isinstance(value, str) else 1
+    if id(value) not in known:
+        known[id(value)] = 1 + sum(len(str(key)) + _written(inner, known) for key, inner in value.items())
+    return known[id(value)]
 
 
 def _constant(node: ast.expr, constants: Mapping[str, Any]) -> Any:
@@ -249,7 +287,10 @@ def _constant(node: ast.expr, constants: Mapping[str, Any]) -> Any:
         return node.attr
     if isinstance(node, ast.List | ast.Tuple):
         inner = [_constant(each, constants) for each in node.elts]
-        return _UNKNOWN if _UNKNOWN in inner else str(inner)
+        known: dict[int, int] = {}
+        if _UNKNOWN in inner or sum(_written(each, known) for each in inner) > _LONGEST:
+            return _UNKNOWN
+        return str(inner)
     if isinstance(node, ast.Dict):
         pairs = zip(node.keys, node.values, strict=True)
         return {key.value: _constant(value, constants) for key, value in pairs if isinstance(key, ast.Constant)}
@@ -290,6 +331,9 @@ class Words:
     submitted: bool = False  # through ``ray job submit``, which leaves the shell's variables behind
     job: dict[str, str] = field(default_factory=dict)  # what its runtime_env holds
     runtime_env_file: str | None = None  # named, and not found
+    order: list[Override] = field(default_factory=list)  # every override as it stands, ``~`` too
+    modules: list[str] = field(default_factory=list)  # what ``python -m`` starts
+    branches: bool = False  # a script with ``if`` or ``case``, of which every branch is read
 
     def value(self, key: str) -> str | None:
         """The value given for a key, or None."""
@@ -314,12 +358,14 @@ def read_overrides(arguments: Sequence[str]) -> Words:
     return found
 
 
-def script_words(path: Path) -> list[str]:
+def script_words(path: Path, budget: Budget | None = None) -> list[str]:
     """The words of a shell script, variables put in where they are known, comments left out."""
+    budget = budget or Budget()
     variables: dict[str, str] = {}
     words = []
     for word in _split(path):
         word = _expanded(word, variables)
+        budget.spend("characters", len(word))
         if match := _VARIABLE.fullmatch(word):
             variables[match[1]] = match[2].lstrip("(")
         words.append(word)
@@ -342,6 +388,8 @@ def _split(path: Path) -> list[str]:
 def _overrides(words: Sequence[str], script: bool) -> Words:
     result = Words()
     named = False
+    result.branches = script and any(word in ("if", "case") for word in words)
+    result.modules = [word for before, word in itertools.pairwise(words) if before == "-m"]
     for word in words:
         name = _CONFIG_NAME.fullmatch(word)
         if named or (name and name[1]):
@@ -350,6 +398,7 @@ def _overrides(words: Sequence[str], script: bool) -> Words:
             named = True
         elif match := _OVERRIDE.fullmatch(word.rstrip(")") if word.count("(") < word.count(")") else word):
             mark, key, value = match.groups()
+            result.order.append(Override(key, value, mark or ""))
             if mark != "~":
                 result.overrides[key] = Override(key, value.strip("'\""), mark or "")
         elif match := _VARIABLE.fullmatch(word):

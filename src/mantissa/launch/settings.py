@@ -17,8 +17,10 @@ from mantissa.launch.scripts import Given, Override, read_given
 _SAME = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
 _ABOUT = re.compile(
     r"(dtype|fp8|fp16|bf16|fp32|precision|logprob|log_prob|importance|is_correction|_tis|off_policy|rejection|quant"
-    r"|kv_cache_dtype|decoupled|lm_head|autocast|temperature|top_p|top_k|min_p)"
+    r"|kv_cache_dtype|decoupled|lm_head|autocast|temperature|top_p|top_k|min_p|\bamp|half)"
 )
+_FORMAT = re.compile(r"(dtype|fp8|fp16|bf16|quant|precision|\bamp|half)")
+_SAMPLES = re.compile(r"(rollout|vllm|sglang|generat|inference|sampl)")
 _UNKNOWN = "not known"  # what a configuration says that was not read
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _DONE = ("takes effect", "handed on")
@@ -153,9 +155,17 @@ def check_settings(given: Given, name: str) -> Checked:
     ]  # fmt: skip
     known = {each.given.key for each in settings}
     unknown = tuple(key for key in given.settings if key not in known and _ABOUT.search(key))
-    roles = tuple(Role(part.name, _role(part, values)) for part in framework.roles)
+    roles = tuple(Role(part.name, _unread(part.name, unknown) or _role(part, values)) for part in framework.roles)
     others = len(given.settings) - len([key for key in given.settings if key in known]) - len(unknown)
     return Checked(tuple(settings), roles, others, name, unknown, tuple(dict.fromkeys(given.notes)))
+
+
+def _unread(role: str, unknown: Sequence[str]) -> str:
+    """That a role's format is not known, where a key about it is not; empty for the other roles."""
+    if role not in ("learner", "rollout"):
+        return ""
+    about = [key for key in unknown if _FORMAT.search(key) and bool(_SAMPLES.search(key)) == (role == "rollout")]
+    return f"{_UNKNOWN} ({', '.join(about)})" if about else ""
 
 
 def _judged(key: str, given: Given, framework: Framework, values: Mapping[str, str]) -> Setting | None:

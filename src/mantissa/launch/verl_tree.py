@@ -1,0 +1,139 @@
+"""What hydra makes of overrides to verl's configuration: which it takes, and which end the job before it starts.
+
+The tree of each version and model engine is data (``verl_tree.json``), written by hydra itself in verl's environment
+(``make facts``). Hydra's rules, one override after another: ``key=value`` wants the key to be there, ``+key=value``
+that it is not, or is null (a dictionary or list is merged wherever it is put), ``++key=value`` wants nothing,
+``~key`` that there is something to take away.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mantissa.base.errors import MantissaError
+from mantissa.base.readers.yaml import parse_yaml
+from mantissa.launch.scripts import Override
+
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(\.*)([\w.]+)(?:,(.*))?\}")
+_COLON = re.compile(r":(?=[^\s])")  # hydra's dictionaries have no space there, which YAML's want
+_NOTHING = object()
+_DEEPEST = 8  # references to references
+
+
+@cache
+def _trees() -> dict[str, Any]:
+    trees: dict[str, Any] = json.loads(Path(__file__).with_name("verl_tree.json").read_text(encoding="utf-8"))
+    return trees
+
+
+def defaults(version: str, group: str) -> dict[str, Any]:
+    """Key to default (a reference as it is written) where ``model_engine`` is ``group``."""
+    tree = _trees()[version]
+    return {**tree["common"], **tree["engines"][group]}
+
+
+def groups(version: str) -> list[str]:
+    """The model engines that this version has."""
+    return list(_trees()[version]["engines"])
+
+
+def hydra_value(text: str) -> Any:
+    """The value of an override as hydra reads it, as far as its kind goes: null, a dictionary, a list or other."""
+    if text.lower() == "null":
+        return None
+    if not text.startswith(("{", "[")):
+        return text
+    try:
+        return parse_yaml(_COLON.sub(": ", text), "value")
+    except MantissaError:
+        return {} if text.startswith("{") else []
+
+
+class Tree:
+    """verl's configuration, to which overrides are applied in their order."""
+
+    def __init__(self, version: str, group: str) -> None:
+        self._root: dict[str, Any] = {}
+        for key, value in defaults(version, group).items():
+            self._put(key, dict(value) if isinstance(value, dict) else value)
+
+    def has(self, key: str) -> bool:
+        """Whether the key, or one below it, is there."""
+        return self._node(key) is not _NOTHING
+
+    def is_null(self, key: str) -> bool:
+        """Whether hydra finds nothing there: no such key, null, or a reference to null."""
+        return self._nothing(self._node(key), key, _DEEPEST)
+
+    def _nothing(self, value: Any, key: str, left: int) -> bool:
+        """Whether a value that stands at ``key`` is null, references followed ``left`` deep."""
+        if value is _NOTHING or value is None or value in ("???", "null", "None"):
+            return True
+        found = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+        if found is None or not left:
+            return False
+        up, name, default = found.groups()
+        above = ".".join(key.split(".")[: -len(up)]) if up else ""
+        other = f"{above}.{name}" if above else name
+        nothing = self._nothing(self._node(other), other, left - 1)
+        return nothing and (default is None or self._nothing(default.strip(), key, left - 1))
+
+    def apply(self, given: Override) -> str:
+        """Apply one override. Returns why hydra refuses it, which leaves all as it was; empty where it does not."""
+        key, value = given.key, hydra_value(given.value)
+        if given.mark == "~":
+            if self.is_null(key):
+                return "there is nothing to delete"
+            self._remove(key)
+            return ""
+        if given.mark == "+" and not self.is_null(key) and not isinstance(value, dict | list):
+            return "the key is in verl's tree already"
+        if not given.mark and (missing := self._missing(key, value)):
+            return "the key is not in verl's tree" if missing == key else f"{missing} is not in verl's tree"
+        self._put(key, value)
+        return ""
+
+    def _missing(self, key: str, value: Any) -> str:
+        """The first key that a plain override would have to add, or an empty text."""
+        node = self._node(key)
+        if node is _NOTHING:
+            return key
+        if isinstance(node, dict) and isinstance(value, dict):
+            return next(filter(None, (self._missing(f"{key}.{name}", inner) for name, inner in value.items())), "")
+        return ""
+
+    def _node(self, key: str) -> Any:
+        node: Any = self._root
+        for part in key.split("."):
+            if not isinstance(node, dict) or part not in node:
+                return _NOTHING
+            node = node[part]
+        return node
+
+    def _put(self, key: str, value: Any) -> None:
+        *path, last = key.split(".")
+        node = self._root
+        for part in path:
+            if not isinstance(node.get(part), dict):
+                node[part] = {}
+            node = node[part]
+        if isinstance(value, dict) and isinstance(node.get(last), dict):
+            for name, inner in value.items():
+                self._put(f"{key}.{name}", inner)
+        else:
+            node[last] = value
+
+    def _remove(self, key: str) -> None:
+        above, _, last = key.rpartition(".")
+        (self._node(above) if above else self._root).pop(last)
+
+
+def refusals(version: str, group: str, overrides: Sequence[Override]) -> list[str]:
+    """Of each override, in their order, why hydra refuses it; empty where it takes it."""
+    tree = Tree(version, group)
+    return [tree.apply(given) for given in overrides]

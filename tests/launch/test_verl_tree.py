@@ -1,0 +1,57 @@
+"""What is said of hydra's verdicts, against those of hydra itself, which ``make facts`` stores."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mantissa.launch import check_verl
+from mantissa.launch.scripts import Override
+from mantissa.launch.verl_tree import Tree, defaults, groups, refusals
+from verl_facts import CORPUS, TREE
+
+TREES = json.loads(TREE.read_text())
+CORPUS_ = json.loads(CORPUS.read_text())
+
+
+def test_public_scripts_are_refused_where_hydra_refuses_them() -> None:
+    """Every override of verl's and verl-recipe's published scripts that start its trainer, as check answers."""
+    assert sum(len(script["overrides"]) for script in CORPUS_["scripts"]) >= 1_500
+    differing = []
+    for script in CORPUS_["scripts"]:
+        taken = zip(script["overrides"], script["accepted"], strict=True)
+        report = check_verl([f"model_engine={script['engine']}", *script["overrides"]], CORPUS_["verl"])
+        said, hydra = [str(each.given) for each in report.refused], [text for text, accepted in taken if not accepted]
+        differing += [(script["file"], said, hydra)] if said != hydra else []
+    assert differing == []
+
+
+@pytest.mark.parametrize(("version", "group"), [(v, g) for v in TREES for g in groups(v)])
+def test_references_to_null_are_those_that_hydra_resolves_to_null(version: str, group: str) -> None:
+    tree = Tree(version, group)
+    referring = [key for key, value in defaults(version, group).items() if isinstance(value, str) and "${" in value]
+    assert {key for key in referring if tree.is_null(key)} == set(TREES[version]["nulls"][group])
+
+
+N = "actor_rollout_ref.rollout."
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        ([Override(N + "dtype", "x", "+")], [True]),
+        ([Override(N + "quantization", "fp8", "+"), Override(N + "quantization", "fp8", "+")], [False, True]),
+        ([Override(N + "dtype", "null"), Override(N + "dtype", "x", "+")], [False, False]),
+        ([Override("a.b", "1"), Override("a.b", "1", "++"), Override("a.b", "2"), Override("a.c", "2")],
+         [True, False, False, True]),
+        ([Override("a", "{b: 1}", "+"), Override("a.b", "2"), Override("a", "{c:1}"), Override("a", "{c:1}", "+")],
+         [False, False, True, False]),
+        ([Override(N + "dtype", "", "~"), Override(N + "dtype", "x"), Override(N + "dtype", "", "~")],
+         [False, True, True]),
+        ([Override(N + "dtype.x", "1"), Override(N + "dtype.x", "1", "+")], [True, False]),
+    ],
+)  # fmt: skip
+def test_hydra_s_rules(overrides: list[Override], refused: list[bool]) -> None:
+    """A test in verl's environment has hydra's own answers to the same: ``real/test_facts.py``."""
+    assert [bool(why) for why in refusals("0.9.1", "dp", overrides)] == refused
