@@ -75,3 +75,9 @@ def test_check_verl_exits_by_what_it_finds(mantissa: Call) -> None:
     clean = mantissa("check-verl", "actor_rollout_ref.rollout.dtype=float16")
     assert clean.code == 0
     assert "without effect" not in clean.out
+    unknown = mantissa("check-verl", "+actor_rollout_ref.actor.fp8_mode=x")
+    assert unknown.code == 3
+    assert "not known (actor_rollout_ref.actor.fp8_mode)" in unknown.out
+    refused = mantissa("check-verl", "actor_rollout_ref.rollout.nothing_like_it=1")
+    assert refused.code == 1
+    assert "this will not start" in refused.out

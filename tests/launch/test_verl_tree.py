@@ -7,11 +7,13 @@ import json
 import pytest
 
 from mantissa.launch import check_verl
+from mantissa.launch.facts import ENGINES, FACTS, IGNORED, Engine, full
 from mantissa.launch.scripts import Override
 from mantissa.launch.verl_tree import Tree, defaults, groups, refusals
 from verl_facts import CORPUS, TREE
 
 TREES = json.loads(TREE.read_text())
+N = "actor_rollout_ref.rollout."
 CORPUS_ = json.loads(CORPUS.read_text())
 
 
@@ -24,7 +26,27 @@ def test_public_scripts_are_refused_where_hydra_refuses_them() -> None:
         report = check_verl([f"model_engine={script['engine']}", *script["overrides"]], CORPUS_["verl"])
         said, hydra = [str(each.given) for each in report.refused], [text for text, accepted in taken if not accepted]
         differing += [(script["file"], said, hydra)] if said != hydra else []
+        told = {str(each.given) for each in report.that("refused by hydra")}
+        differing += [(script["file"], told, said)] if not {text.partition("=")[0] for text in told} <= {
+            text.partition("=")[0] for text in said} else []  # fmt: skip
     assert differing == []
+
+
+@pytest.mark.parametrize("mark", ["", "+", "++"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_table_s_keys_are_refused_where_hydra_refuses_them(engine: Engine, mark: str) -> None:
+    """Every key of the table, on every engine: its verdict is hydra's."""
+    keys = [full(key) for key in dict.fromkeys((*FACTS, *(row.key for row in IGNORED)))]
+    keys = [key for key in keys if key not in ("actor_rollout_ref.actor.strategy", N + "name")]
+    group = "megatron" if engine == "megatron" else "dp"
+    start = [f"model_engine={group}", *([] if engine == "megatron" else [f"actor_rollout_ref.actor.strategy={engine}"])]
+    order = [Override(key, "x", mark) for key in keys]
+    report = check_verl([*start, *map(str, order)])
+    whys = refusals("0.9.1", group, order)
+    hydra = {key for key, why in zip(keys, whys, strict=True) if why}
+    about = {each.given.key for each in report.settings if each.given.key in keys}
+    assert {each.given.key for each in report.that("refused by hydra")} == hydra & about
+    assert {each.given.key for each in report.refused} == hydra
 
 
 @pytest.mark.parametrize(("version", "group"), [(v, g) for v in TREES for g in groups(v)])
@@ -32,9 +54,6 @@ def test_references_to_null_are_those_that_hydra_resolves_to_null(version: str, 
     tree = Tree(version, group)
     referring = [key for key, value in defaults(version, group).items() if isinstance(value, str) and "${" in value]
     assert {key for key in referring if tree.is_null(key)} == set(TREES[version]["nulls"][group])
-
-
-N = "actor_rollout_ref.rollout."
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ class Report(Answer):
         if self.foreign:
             lines += [f"  no verl known here has {', '.join(self.foreign)}: a fork's, or another version's"]
         lines += settings_text({
-            "precision settings without effect": self.wrong,
+            "precision settings without effect": [each for each in self.wrong if each.verdict != "unknown"],
+            "what these do is not known": self.that("unknown"),
             "precision settings that take effect": self.that("takes effect"),
             "handed to another program as they are": self.that("handed on"),
         })  # fmt: skip
@@ -158,9 +159,12 @@ def _foreign(words: Words) -> list[str]:
 def _by_hydra(setting: Setting, refusal: Mapping[str, Setting]) -> Setting:
     """The verdict where hydra refuses the override, with what the table would have instead."""
     refused = refusal.get(short(setting.given.key))
-    if refused is None or setting.verdict == "refused by hydra":
-        return setting
     given = setting.given
+    if refused is None:  # the table alone says so: hydra takes it, and nobody reads it
+        untaken = setting.verdict == "refused by hydra"
+        return Setting(given, "ignored", setting.why, setting.instead) if untaken else setting
+    if setting.verdict == "refused by hydra":
+        return setting
     mark = "" if given.mark == "+" else "+"
     instead = setting.instead if setting.verdict == "ignored" else f"{mark}{full(given.key)}={given.value}"
     return Setting(given, "refused by hydra", refused.why, instead)
