@@ -307,7 +307,7 @@ def _judged(given: Override, engine: Engine, rollout: Rollout, version: Version)
 def _by_plugin(setting: Setting, words: Words, engine: Engine) -> Setting:
     """What the plugin itself says of an option of its engine, or of what stands below one."""
     key = short(setting.given.key)
-    if key != _SECTION and not key.startswith(f"{_SECTION}."):
+    if setting.verdict == "refused by hydra" or (key != _SECTION and not key.startswith(f"{_SECTION}.")):
         return setting
     options = _plugin_options({name: given.value for name, given in words.overrides.items()})
     names = [key.removeprefix(_SECTION).split(".")[1]] if key != _SECTION else list(options)
@@ -316,7 +316,7 @@ def _by_plugin(setting: Setting, words: Words, engine: Engine) -> Setting:
         return Setting(setting.given, "wrong value", wrong)
     if setting.verdict == "unknown":
         what = "; ".join(FACTS[fact].what for fact in (f"{_SECTION}.{name}" for name in names) if fact in FACTS)
-        return Setting(setting.given, "takes effect" if setting.given.mark else "refused by hydra", what)
+        return Setting(setting.given, "takes effect", what)
     return setting
 
 
