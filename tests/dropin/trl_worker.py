@@ -89,8 +89,11 @@ else:
     trainer.train()
     if kind == "resume":
         looked.clear()
+        kept = watching.state_dict()
+        watching._own.clear()  # as in another process
         trainer.args.max_steps = 3
         trainer.train(resume_from_checkpoint=True)
+        print("its measure", len(kept["healthy"]), watching.state_dict() == kept)
     print("looked", looked, "stop", watching.stop, watching.last and watching.last.headline)
 print(
     "steps",
