@@ -24,6 +24,7 @@ older weights sampled.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,10 +37,12 @@ from mantissa.base.files import write_atomically
 from mantissa.base.readers.json import read_json
 from mantissa.doctor.diagnosis import Diagnosis, Verdict
 from mantissa.doctor.gate import Gate
+from mantissa.doctor.record import ScoredBatch, write_batch
 from mantissa.doctor.routers import routes
 from mantissa.verl.refusals import get
 
 KEY = "trainer.gate"
+ROWS = "MANTISSA_GATE_ROWS"  # a folder, in a job's environment: what is looked at is written there too, step-N.jsonl
 KEPT = "mantissa_gate.json"  # beside verl's latest_checkpointed_iteration.txt
 FIRST = 5  # steps after a start or a resume whose every batch is looked at
 _FIELDS = ("prompts", "responses", "response_mask", "rollout_log_probs")
@@ -111,6 +114,11 @@ class TrainerGate:
         except (KeyError, ValueError, RuntimeError) as error:
             self._say(f"mantissa doctor: the batch of step {step} cannot be read ({error}); the training goes on")
             return {}
+        if ROWS in os.environ:
+            settings = {"framework": "verl", "temperature": float(self.rollout.temperature)}
+            responses, mask, rollout, learner = tables
+            seen = ScoredBatch(prompts, responses, mask, rollout, learner, settings)
+            write_batch(Path(os.environ[ROWS]) / f"step-{step}.jsonl", seen)
         versions = self._versions(batch)
         found = self.gate.check(
             step,
