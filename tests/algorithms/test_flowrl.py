@@ -148,3 +148,46 @@ def test_what_is_missing_is_an_error_not_a_default(name: str, message: str) -> N
 def test_bounds_must_hold_one(bounds: tuple[float, float]) -> None:
     with pytest.raises(ValidationError, match="1 between them"):
         FlowRLConfig(bounds=bounds)
+
+
+# What the authors' function gives for ``signed_batch(seed)``: loss, sum of |gradient of log-probs|, sum of log Z's
+# gradient, share of tokens left out. verl's recipe/flowrl/flowrl_actor.py at 012150d6, compute_flowrl_cispo_clip, in
+# float64 with beta 15; noted down, not run here.
+AUTHORS = {
+    0: (209.3864373781224, 24.083040313231734, -10.16356363274544, 0.28),
+    1: (112.76266794551213, 17.656886584798073, -0.9237013324018433, 0.28),
+    2: (56.65167826509802, 10.651841683379757, -3.8190678694294795, 0.24),
+}
+
+
+def signed_batch(seed: int) -> Batch:
+    batch = make_batch(seed)
+    mask_BT = torch.ones(B, T, dtype=torch.bool)
+    mask_BT[1, 3:], mask_BT[4, 2:] = False, False
+    scale_BT = aggregation_scale(mask_BT, "seq_mean_token_mean", dtype=torch.float64)
+    return batch | {"mask_BT": mask_BT, "scale_BT": scale_BT, "weight_BT": torch.ones(B, T, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("seed", AUTHORS)
+def test_the_mask_by_sign_is_the_authors(seed: int) -> None:
+    config = FlowRLConfig(importance="sequence", bounds=(0.8, 1.28), mask_by_sign=(0.8, 1.28))
+    batch = signed_batch(seed)
+    loss, of_logp, of_z, tallies = step(batch, config)
+    expected, logp_sum, z_sum, left_out = AUTHORS[seed]
+    if seed == 2:  # response 4 has no token left, and there log Z alone is squared
+        log_z = batch["log_z_B"][4].item()
+        expected, z_sum = expected - log_z**2 / B, z_sum - 2 * log_z / B
+        assert of_z[4] == 0
+    assert loss.item() == pytest.approx(expected, rel=1e-6)  # theirs divides by a count plus 1e-8
+    assert of_logp.abs().sum().item() == pytest.approx(logp_sum, rel=1e-6)
+    assert of_z.sum().item() == pytest.approx(z_sum, rel=1e-6)
+    assert tallies["flowrl/left_out_fraction"].value() == pytest.approx(left_out)
+
+
+def test_without_a_mask_by_sign_every_token_counts() -> None:
+    batch = signed_batch(0)
+    wide = FlowRLConfig(mask_by_sign=(0.0, INF))
+    assert torch.equal(step(batch, wide)[0], step(batch, FlowRLConfig())[0])
+    assert step(batch, FlowRLConfig())[3]["flowrl/left_out_fraction"].value() == 0
+    with pytest.raises(ValidationError, match="expected two bounds with 1 between them"):
+        FlowRLConfig(mask_by_sign=(1.1, 1.28))

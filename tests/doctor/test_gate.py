@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,35 @@ def test_the_first_healthy_look_is_the_jobs_own_measure() -> None:
     alone = Gate(every=1, say=lines.append).check(3, *batch(size=0.03), **formats)
     assert alone is not None
     assert alone.verdict is Verdict.HEALTHY  # without a first look it is within the table
+
+
+@pytest.mark.parametrize("remembered", [True, False])
+def test_a_resumed_job_is_held_to_its_measure(remembered: bool) -> None:
+    """Its checkpoint was JSON in between."""
+    formats = {"rollout_format": "fp16", "learner_format": "fp16"}
+    before, after = (Gate(every=1, on_fault="stop", say=lambda line: None) for _ in range(2))
+    assert before.check(1, *batch(size=0.0016), **formats) is not None
+    if remembered:
+        after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+        assert after.state_dict() == before.state_dict()
+    assert after.check(2, *batch(size=0.03), **formats) is not None
+    assert after.stop is remembered
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None, [], {}, {"healthy": None}, {"healthy": 1}, {"healthy": [3]}, {"healthy": [{}]},
+        {"healthy": [{"size_of_u": float("nan")}]}, {"healthy": [{"size_of_u": -1.0}]},
+        {"healthy": [{"size_of_u": "0.1"}]}, {"healthy": [{"size_of_u": 0.1, "colour": 1}]},
+        {"healthy": [{"size_of_u": 0.1}, {"size_of_u": 0.1, "temperature": [1]}]},
+    ],
+)  # fmt: skip
+def test_what_is_no_measure_is_refused_whole(state: Any) -> None:
+    gate = Gate()
+    with pytest.raises(MantissaError, match=r"expected what state_dict\(\) gives"):
+        gate.load_state_dict(state)
+    assert gate.state_dict() == {"healthy": []}
 
 
 @pytest.mark.parametrize("exact", [True, False])

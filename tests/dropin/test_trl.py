@@ -104,6 +104,7 @@ def test_looks_at_the_start_after_the_first_update_and_after_a_resume(tmp_path: 
     resumed = run(tmp_path / "resumed", "resume")
     assert resumed.returncode == 0, resumed.stderr[-2000:]
     assert "looked [2]" in resumed.stdout
+    assert "its measure 1 True" in resumed.stdout
 
 
 def test_watching_changes_no_bit_of_the_training(tmp_path: Path) -> None:

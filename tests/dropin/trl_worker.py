@@ -86,11 +86,16 @@ else:
     if kind == "broken":  # a recorder that cannot score: the training goes on
         trainer._get_per_token_logps_and_entropies = None
         trainer.compute_loss = lambda model, inputs, **_: next(model.parameters()).sum() * 0.0
+    if kind == "resume":  # eight sequences are too few for a measure of their own
+        watching.load_state_dict({"healthy": [{"size_of_u": 0.0125, "temperature": 0.8}]})
     trainer.train()
     if kind == "resume":
         looked.clear()
+        kept = watching.state_dict()
+        watching._own.clear()  # as in another process
         trainer.args.max_steps = 3
         trainer.train(resume_from_checkpoint=True)
+        print("its measure", len(kept["healthy"]), watching.state_dict() == kept)
     print("looked", looked, "stop", watching.stop, watching.last and watching.last.headline)
 print(
     "steps",

@@ -66,10 +66,18 @@ def test_what_was_meant_then_takes_effect() -> None:
         (["+actor_rollout_ref.actor.autocast=fp16"], "unknown", ""),
         (["++" + ROLLOUT + "dtype=float16"], "takes effect", ""),
         ([FSDP_FP16], "takes effect", ""),
+        (["+trainer.gate=stop:10"], "takes effect", ""),
+        (["trainer.gate=stop"], "refused by hydra", "+trainer.gate=stop"),
+        (["+trainer.gate=halt"], "wrong value", ""),
     ],
 )
 def test_verdicts(overrides: list[str], verdict: str, instead: str) -> None:
     assert verdicts(*overrides) == [(verdict, instead)]
+
+
+def test_the_gate_without_what_it_compares_ends_the_job() -> None:
+    given = ROLLOUT + "calculate_log_probs=False", "+trainer.gate=stop"
+    assert ("wrong value", ROLLOUT + "calculate_log_probs=True") in verdicts(*given)
 
 
 @pytest.mark.parametrize(

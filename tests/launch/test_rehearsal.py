@@ -45,6 +45,8 @@ SIZES = {
     "model.path",
     "actor.ppo_mini_batch_size",
     "actor.ppo_max_token_len_per_gpu",
+    "actor.optim.lr",
+    "actor.optim.lr_warmup_steps",
     "reward.num_workers",
     "rollout.val_kwargs.n",
     "trainer.total_training_steps",
@@ -111,6 +113,17 @@ def test_an_override_wins_over_a_size_and_what_is_left_is_said(tmp_path: Path) -
     assert replaced["task.files"] == "[inputs/train.parquet]"
     assert replaced["machine"] == "1 process on cpu, rollout=mantissa"
     assert "rollout.samples" in made.text()
+
+
+def test_it_learns_within_its_steps_unless_it_is_told_how(tmp_path: Path) -> None:
+    """A cluster's 1e-6 after 40 updates of warm-up moves no weight in two steps; what is otherwise is said."""
+    assert load_recipe(DAPO).optimizer.warmup == 40
+    made = rehearsed(tmp_path, DAPO)
+    assert (said(made.plan)["actor.optim.lr"], said(made.plan)["actor.optim.lr_warmup_steps"]) == (1e-3, -1)
+    assert dict(made.replaced).items() >= {"optimizer.lr": "0.001", "optimizer.warmup": "0"}.items()
+    told = rehearsed(tmp_path, DAPO, "optimizer.lr=1.0e-5", "optimizer.warmup=8")
+    assert (said(told.plan)["actor.optim.lr"], said(told.plan)["actor.optim.lr_warmup_steps"]) == (1e-5, 2)
+    assert not {"optimizer.lr", "optimizer.warmup"} & set(dict(told.replaced))
 
 
 def test_one_s_own_problems_keep_their_longest_prompt(tmp_path: Path) -> None:

@@ -295,6 +295,7 @@ def refusals(folder: Path, rank: int, world: int) -> Seen:
         "another mean": lambda: _step(flow, data, ve.loss_of("flowrl")),
         "not grpo": lambda: _step(flow, uneven, ve.loss_of("flowrl", **TOGETHER)),
         "a penalty": lambda: _step(flow, data, ve.loss_of("flowrl", **(TOGETHER | {"kl_loss_coef": 0.1}))),
+        "a clip": lambda: _step(flow, data, ve.loss_of("flowrl", **(TOGETHER | {"clip_ratio_high": 0.28}))),
     }
     seen: Seen = {}
     for name, attempt in attempts.items():

@@ -69,6 +69,7 @@ def run_job(
     head_dim: int = 16,
     address: str | None = None,
     family: str = "qwen3",
+    trainer: str = "verl.trainer.main_ppo",
 ) -> Job:
     """Run a GRPO job of ``steps`` steps, whose checkpoints are in ``folder``; a second call there resumes.
 
@@ -76,7 +77,8 @@ def run_job(
     ``external_lib`` registers (``hf_test`` is transformers' generation, in ``verl_test_parts``). ``environment``: more
     variables. ``fails``: the job must end with an error, which is not raised. ``head_dim``: of the model; vLLM has no
     16 on a processor. ``family``: transformers' name of it. ``address``: of a Ray of two nodes (``verl_nodes``), over
-    which the ranks are spread evenly; what the job's processes see is then that Ray's environment.
+    which the ranks are spread evenly; what the job's processes see is then that Ray's environment. ``trainer``: the
+    module that is run.
     Raises ``JobError`` with the log's end where the job ends otherwise, or takes longer than ``seconds``.
     """
     make_inputs(folder, head_dim, family)
@@ -86,7 +88,7 @@ def run_job(
     defaults += _ray_of_its_own(short, ranks) if address is None else _on_two_nodes(address, ranks, rows)
     if f"{ACTOR}.strategy=mantissa" in overrides:  # whose keys there are its own
         defaults = [each for each in defaults if ".mixed_precision." not in each]
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *defaults]
+    command = [sys.executable, "-m", trainer, *defaults]
     command += [f"{MODEL}.external_lib={external_lib}", *overrides]
     begun = time.monotonic()
     try:

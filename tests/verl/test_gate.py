@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mantissa.base.errors import MantissaError
-from mantissa.verl.gate import FIRST, TrainerGate, parse
+from mantissa.verl.gate import FIRST, KEPT, TrainerGate, parse
 
 ROWS, LONG = 96, 16
 
@@ -79,6 +79,33 @@ def test_it_looks_at_each_of_the_first_steps_and_then_now_and_then(tmp_path: Pat
     assert sorted(int(each.name[5:]) for each in (tmp_path / "doctor").iterdir()) == looked
     resumed = TrainerGate(config(tmp_path), "stop:10")
     assert resumed.look(trainer(13), batch(13))["mantissa/gate_fault"] == 0
+
+
+@pytest.mark.parametrize(
+    ("resumed", "mode", "held"),
+    [
+        (True, "auto", True), (True, "resume_path", True), (False, "auto", False), (True, "broken", False),
+        (True, "resume_path elsewhere", False),
+    ],
+)  # fmt: skip
+def test_a_resumed_job_is_held_to_its_own_measure(
+    resumed: bool, mode: str, held: bool, tmp_path: Path, batch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A gap of ten times its own, which the formats' table allows; where a job begins, what lies there is another's."""
+    first = TrainerGate(config(tmp_path), "stop")
+    assert first.look(trainer(1), batch(1, size=0.004))["mantissa/gate_fault"] == 0
+    asked = config(tmp_path / "new" if mode.startswith("resume_path") else tmp_path)
+    elsewhere = tmp_path / "other" if mode.endswith("elsewhere") else tmp_path
+    asked["trainer"] |= {"resume_mode": mode.split()[0], "resume_from_path": str(elsewhere / "global_step_3")}
+    if mode == "broken":
+        (tmp_path / KEPT).write_text('{"healthy": [')
+    gate, step = TrainerGate(asked, "stop"), 4 if resumed else 1
+    if held:
+        with pytest.raises(MantissaError, match=r"step 4: .* was its own, so something changed"):
+            gate.look(trainer(step), batch(step, size=0.04))
+    else:
+        assert gate.look(trainer(step), batch(step, size=0.04))["mantissa/gate_fault"] == 0
+    assert ("the gap is measured anew" in capsys.readouterr().err) is (mode == "broken")
 
 
 def test_a_fault_stops_or_is_said(tmp_path: Path, batch: Any, capsys: pytest.CaptureFixture[str]) -> None:

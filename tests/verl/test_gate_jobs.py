@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from verl_job import ACTOR, ROLLOUT, Job, run_job
+from verl_job import ACTOR, MODEL, ROLLOUT, Job, run_job
 
 pytestmark = [pytest.mark.verl, pytest.mark.slow]
 # 64 sequences of 16 prompts a step: each step's batch is one diagnosis
@@ -56,6 +56,8 @@ def test_a_healthy_job_goes_on_and_a_resumed_one_is_looked_at_again(tmp_path: Pa
     assert first.metrics[1]["mantissa/gate_fault"] == 0
     assert first.metrics[1]["mantissa/gate_size_of_u"] < 1e-4
     assert first.metrics[1]["mantissa/gate_tokens"] > 300
+    kept = json.loads((first.folder / "checkpoints" / "mantissa_gate.json").read_text())
+    assert [each["size_of_u"] for each in kept["healthy"]] == [first.metrics[1]["mantissa/gate_size_of_u"]]
     wrong = gated(tmp_path, "warn:100", "temperature", steps=2)
     assert list(wrong.metrics) == [2], "it goes on from the checkpoint, in spite of the fault"
     assert wrong.metrics[2]["mantissa/gate_fault"] == 1
@@ -65,6 +67,62 @@ def test_a_healthy_job_goes_on_and_a_resumed_one_is_looked_at_again(tmp_path: Pa
     assert {each["name"]: each for each in row["findings"]}["stale"]["tested"] is False
     groups = [line for line in row["unknown"] if "group" in line]
     assert not groups, "prompts are known"
+
+
+def test_the_older_trainer_has_it_too(tmp_path: Path) -> None:
+    """``main_ppo_v0``, by the same key."""
+    job = gated(tmp_path, "stop", "stale", "trainer.use_v1=False", steps=3, fails=True)
+    assert list(job.metrics) == [1]
+    assert job.metrics[1]["mantissa/gate_fault"] == 0
+    assert "MantissaError: mantissa doctor: step 2: a fault: stale weights in the rollout" in job.log
+    assert page_of(job, 2)[1]["fault"] == "stale"
+
+
+APART = (  # learner and rollout on GPUs of their own, as the asynchronous trainers want
+    "hydra.searchpath=[pkg://verl.trainer.config]",
+    "ray_kwargs.ray_init.num_cpus=32",
+    "++ray_kwargs.ray_init.num_gpus=2",
+    "rollout.nnodes=1",
+    "rollout.n_gpus_per_node=1",
+    "actor_rollout_ref.hybrid_engine=False",
+    f"{MODEL}.use_remove_padding=False",
+    f"{ROLLOUT}.checkpoint_engine.backend=mantissa_ray",
+    f"{ROLLOUT}.checkpoint_engine.custom_backend_module=mantissa.verl.plugin",
+)
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize(
+    ("trainer", "overrides", "looked"),
+    [
+        ("verl.experimental.one_step_off_policy.main_ppo", (), {1, 2, 3}),
+        (
+            "verl.experimental.fully_async_policy.fully_async_main",
+            (
+                "data.train_batch_size=0",
+                "data.gen_batch_size=1",
+                "rollout.n=4",
+                "rollout.total_rollout_steps=48",
+                "async_training.trigger_parameter_sync_step=1",
+                "async_training.staleness_threshold=0.5",
+            ),
+            {1},  # how much of a later batch its own weights sampled is the machine's doing
+        ),
+    ],
+)
+def test_the_asynchronous_trainers_have_it_too(
+    trainer: str, overrides: tuple[str, ...], looked: set[int], tmp_path: Path
+) -> None:
+    """A learner that goes on while the rollout samples is compared with what its own weights sampled: no gap."""
+    given = (*ENOUGH, *APART, f"{ROLLOUT}.temperature=0.7", "+trainer.gate=stop", *overrides)
+    parts = {"rollout": "mantissa", "external_lib": "mantissa.verl.plugin"}
+    job = run_job(tmp_path, *given, steps=3, trainer=trainer, **parts)
+    pages = {
+        int(each.name[5:]): page_of(job, int(each.name[5:]))[1] for each in (tmp_path / "checkpoints/doctor").iterdir()
+    }
+    assert set(pages) >= looked
+    assert {row["fault"] for row in pages.values()} == {None}
+    assert all(row["figures"]["u_rms"] < 1e-5 for row in pages.values())
 
 
 @pytest.mark.variants

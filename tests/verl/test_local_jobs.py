@@ -62,6 +62,8 @@ def trained(folder: Path, kind: str, *arguments: str, steps: int = 2) -> Launche
     assert sorted(job.metrics) == list(range(1, steps + 1))
     assert any(row["actor/grad_norm"] > 0 for row in job.metrics.values())
     assert all(math.isfinite(row["actor/grad_norm"]) for row in job.metrics.values())
+    assert "weights moved: " in job.out
+    assert f"weights arrived: checkpoint {steps - 1} scores what step {steps} sampled" in " ".join(job.out.split())
     sample = [sys.executable, "-m", "mantissa", "sample", str(job.policy), "3+4", "--max-tokens", "8"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}/src"}
     done = subprocess.run(sample, env=environment, capture_output=True, text=True, check=False, timeout=300)

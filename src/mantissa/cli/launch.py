@@ -173,6 +173,8 @@ def _rehearse(
                 f"interrupted, and everything that was started is ended; the same command with "
                 f"run_dir={rehearsal.folder} goes on from its last checkpoint"
             ) from None
+    for line in end.learned:
+        typer.echo(line)
     typer.echo(f"{len(end.metrics)} steps in {end.seconds:.0f} s; the policy: {end.policy}")
     typer.echo(f"mantissa sample {end.policy} '3+4' --max-tokens 16")
 

@@ -13,14 +13,14 @@ and the training goes on.
 
 The first healthy look is the job's own measure: from then on up to three times its size of u is usual, in place of what
 the formats' table allows, which is the noise of all models and engines in them. A layer that arrives corrupted may
-multiply a gap by twenty and stay below that.
+multiply a gap by twenty and stay below that. ``state_dict`` is that measure, for a resumed job to be held to.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,6 +68,22 @@ class Gate:
     def after_sync(self) -> None:
         """Weights were sent, or a run was resumed: look at the next batches."""
         self._due = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The job's own measure, as JSON has it, to be kept with its checkpoint."""
+        return {"healthy": [asdict(settings) | {"size_of_u": size} for settings, size in self._own.items()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with a measure that ``state_dict`` gave, of the job that this one resumes.
+
+        ``MantissaError`` where ``state`` is none; the gate is then as it was.
+        """
+        rows = state.get("healthy") if isinstance(state, Mapping) else None
+        try:
+            found = [_measure(row) for row in rows]  # type: ignore[union-attr]
+        except _UNREADABLE as error:
+            raise MantissaError(f"a gate's measure: expected what state_dict() gives, got {str(state)[:80]}") from error
+        self._own |= dict(found)
 
     def due(self, step: int) -> bool:
         """Whether ``check`` would look at a batch of this step."""
@@ -153,6 +169,16 @@ class Gate:
         if self.last is None or self._dump is None:
             raise MantissaError("the gate has no diagnosis yet: check() gives None until it has gathered enough")
         return write_page(self._dump, self.last, folder)
+
+
+def _measure(row: Mapping[str, Any]) -> tuple[Settings, float]:
+    """One row of ``Gate.state_dict``; some error of ``_UNREADABLE`` for what is none."""
+    settings, size = {name: value for name, value in row.items() if name != "size_of_u"}, row.get("size_of_u")
+    if not isinstance(size, float) or not 0 <= size < np.inf:
+        raise ValueError(f"size_of_u={size}")
+    made = Settings(**settings)
+    hash(made)  # a list is no setting
+    return made, size
 
 
 def _age(each: Scored) -> int | None:

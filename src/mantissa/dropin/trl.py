@@ -112,15 +112,21 @@ def gate(trainer: Any, *, every: int = 25, on_fault: Literal["warn", "stop"] = "
     after the first update, then every ``every`` steps.
 
     ``on_fault``: ``warn`` says it; ``stop`` ends the training after the step, as ``control.should_training_stop`` does,
-    on every rank where one rank found it. Returns the gate; its ``last`` is the newest diagnosis.
+    on every rank where one rank found it. Returns the gate; its ``last`` is the newest diagnosis. Its measure, the
+    first healthy size, is in each checkpoint (``trainer_state.json``), and a run resumed from there is held to it.
     """
     from transformers import TrainerCallback
+    from transformers.trainer_callback import ExportableState
 
     made = Gate(every, on_fault, sequences=sequences, framework="trl")
     begun = [-1]
 
-    class Stopping(TrainerCallback):
+    class MantissaGate(TrainerCallback, ExportableState):
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {"measure": made.state_dict()}}
+
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            _recall(made, state.stateful_callbacks.get(MantissaGate.__name__))
             made.after_sync()
             begun[0] = state.global_step
 
@@ -137,9 +143,17 @@ def gate(trainer: Any, *, every: int = 25, on_fault: Literal["warn", "stop"] = "
         version = batch.settings.get("rollout_version")
         made.check(trainer.state.global_step, batch.prompts, *_tables(batch), rollout_version=version, **given)
 
-    trainer.add_callback(Stopping())
+    trainer.add_callback(MantissaGate())
     _watch(trainer, look, lambda: _on_any_rank(trainer, made.due(trainer.state.global_step)))
     return made
+
+
+def _recall(made: Gate, kept: Any) -> None:
+    """The measure that a checkpoint's state of the callback holds, of a run that is resumed from it."""
+    try:
+        made.load_state_dict(kept["attributes"]["measure"])
+    except (MantissaError, KeyError, TypeError) as error:
+        made.say(f"mantissa doctor: the gate's measure in this checkpoint cannot be read ({error}); it is taken anew")
 
 
 def _tables(batch: ScoredBatch) -> tuple[Any, Any, Any, Any]:

@@ -42,12 +42,13 @@ _SHORT = {"float16": "fp16", "half": "fp16", "fp16": "fp16", "bfloat16": "bf16",
 _LONG = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _ABOUT_PRECISION = re.compile(
     r"(dtype|fp4|fp8|fp16|bf16|fp32|quant|precision|loss_scale|scaler|autocast|amp\b|logprobs_mode|calculate_log_probs"
-    r"|half\b|veto|rollout_correction|grad_clip|clip_grad|qat|mbridge\b)"
+    r"|half\b|veto|rollout_correction|grad_clip|clip_grad|qat|mbridge\b|^trainer\.gate$)"
 )
 _ENTRIES = ("verl.trainer.main_ppo",)
 _CONFIGS = ("ppo_trainer", "ppo_megatron_trainer")
 _PARTS = {"actor.": "learner", "ref.": "reference", "rollout.": "rollout", "algorithm.": "correction"}
 _SECTION = "actor.fsdp_config.mixed_precision"
+_GATE = "trainer.gate"
 _COLON = re.compile(r":(?=[^\s])")  # hydra's dictionaries have no space there, which YAML's want
 _IN_RUNTIME_ENV = "+ray_kwargs.ray_init.runtime_env.env_vars."
 _CASTING = {
@@ -115,6 +116,7 @@ def check_verl(arguments: Sequence[str], version: Version = "0.9.1") -> Report:
     judged = [_by_hydra(setting, refusal) for setting in judged]
     judged = [_of_strange(setting, strange, bool(foreign)) for setting in judged]
     judged = [_by_plugin(setting, words, engine) for setting in judged] if engine in PLUGIN else judged
+    judged = [_by_gate(setting, words) if short(setting.given.key) == _GATE else setting for setting in judged]
     good = {
         short(s.given.key): s.given.value for s in judged if s.verdict == "takes effect" and s.given.value != "null"
     }
@@ -317,6 +319,22 @@ def _by_plugin(setting: Setting, words: Words, engine: Engine) -> Setting:
     if setting.verdict == "unknown":
         what = "; ".join(FACTS[fact].what for fact in (f"{_SECTION}.{name}" for name in names) if fact in FACTS)
         return Setting(setting.given, "takes effect", what)
+    return setting
+
+
+def _by_gate(setting: Setting, words: Words) -> Setting:
+    """What the gate itself says as a trainer makes it."""
+    from mantissa.verl.gate import parse
+
+    if setting.verdict != "takes effect":
+        return setting
+    try:
+        parse(setting.given.value)
+    except MantissaError as error:
+        return Setting(setting.given, "wrong value", str(error))
+    if (words.value("rollout.calculate_log_probs") or "").lower() == "false":
+        why = "the gate ends the job as it starts: rollout.calculate_log_probs=false, and it compares those log-probs"
+        return Setting(setting.given, "wrong value", why, full("rollout.calculate_log_probs=True"))
     return setting
 
 

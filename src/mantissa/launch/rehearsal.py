@@ -38,10 +38,13 @@ from mantissa.base.hub import find_model
 from mantissa.base.readers.json import parse_json
 from mantissa.launch.export import Plan, export, hydra_value
 from mantissa.launch.options import load_options
+from mantissa.launch.rehearsed import learned_lines, policy_of
 from mantissa.rl import RunConfig, load_recipe
 from mantissa.runs.directory import default_path
+from mantissa.verl.gate import ROWS
 
 STEPS = 2
+_LR = 1e-3  # of a rehearsal: a cluster's rate and warm-up leave two steps' weights where they were
 _PROMPT_TOKENS = 64
 _HERE = {  # of verl and its Ray: as few processes as there can be
     "data.dataloader_num_workers": 0,
@@ -61,13 +64,14 @@ _ALONE: dict[str, Any] = {"nodes": 1, "cuda": None, "offload": False, "rollout_t
 class Rehearsal:
     """``plan``: of the job on this machine. ``folder``: where verl writes its checkpoints, and this command its log and
     metrics. ``replaced``: what is otherwise than the recipe says, and what it is here. ``made``: whether model and
-    problems are made in the folder."""
+    problems are made in the folder. ``model``: the folder of the policy that the job begins with."""
 
     plan: Plan
     folder: Path
     steps: int
     replaced: tuple[tuple[str, str], ...]
     made: tuple[str, ...]
+    model: Path
 
     def write_inputs(self) -> None:
         """Make the tiny policy and problems, unless an earlier job of this folder has."""
@@ -105,7 +109,7 @@ def rehearse(recipe: Path, overrides: Sequence[str], options: Path | None, given
     sizes = _sizes(asked, folder, keys)
     mine = {key: value for key, value in there.overrides.items() if ".megatron." not in key}
     machine: dict[str, Any] = {"engine": there.engine, "rollout": "mantissa", "hardware": "cpu"}
-    machine["overrides"] = mine | _HERE | {"+ray_kwargs.ray_init.num_gpus": processes}
+    machine["overrides"] = {"+trainer.gate": "warn"} | mine | _HERE | {"+ray_kwargs.ray_init.num_gpus": processes}
     if "task.files" in sizes:
         machine["max_prompt_tokens"] = _PROMPT_TOKENS
     if str(asked.model.path).startswith("hub:") and "model.path" not in sizes:
@@ -117,7 +121,7 @@ def rehearse(recipe: Path, overrides: Sequence[str], options: Path | None, given
     replaced.append(("machine", f"{processes} process{'es' if processes > 1 else ''} on cpu, rollout=mantissa"))
     inputs = {"model": sizes.get("model.path", ""), "problems": sizes.get("task.files", "")}
     made = [name for name, value in inputs.items() if str(folder / "inputs") in value]
-    return Rehearsal(plan, folder, config.steps, tuple(replaced), tuple(made))
+    return Rehearsal(plan, folder, config.steps, tuple(replaced), tuple(made), Path(str(config.model.path)))
 
 
 def _sizes(asked: RunConfig, folder: Path, keys: set[str]) -> dict[str, str]:
@@ -128,7 +132,11 @@ def _sizes(asked: RunConfig, folder: Path, keys: set[str]) -> dict[str, str]:
         sizes |= {"model.path": inputs / "model"}
         sizes |= {"task.files": f"[{inputs}/train.parquet]", "task.heldout_files": f"[{inputs}/heldout.parquet]"}
         sizes |= {"task.limit": "null"}
-    sizes |= {"rollout.prompts": updates * max(2, math.ceil(8 / updates)), "rollout.samples": 8}
+    sizes |= {"rollout.prompts": updates * max(2, math.ceil(12 / updates)), "rollout.samples": 8}  # the gate wants 12
+    if asked.optimizer.warmup:
+        sizes["optimizer.warmup"] = 0
+    if asked.optimizer.lr < _LR:
+        sizes["optimizer.lr"] = _LR
     sizes |= {"rollout.max_tokens": 16, "optimizer.micro_batch_tokens": 4096, "grading.workers": 1}
     if asked.rollout.overlong is not None:
         sizes["rollout.overlong.buffer"] = 4
@@ -238,10 +246,12 @@ _SHOWN = {
 
 @dataclass(frozen=True)
 class LocalEnd:
-    """How a job ended well. ``metrics``: by step, as verl logged them. ``policy``: the last one's folder."""
+    """How a job ended well. ``metrics``: by step, as verl logged them. ``policy``: the last one's folder. ``learned``:
+    that its weights moved, arrived in the rollout and are what the checkpoint holds, in numbers."""
 
     metrics: dict[int, dict[str, Any]]
     policy: Path
+    learned: tuple[str, ...]
     seconds: float
 
 
@@ -268,7 +278,8 @@ def run_local(rehearsal: Rehearsal, show: Callable[[str], None], *, isolated: bo
     """Run the job to its end; ``show`` gets a line for each step.
 
     Raises ``MantissaError`` where verl is not installed here or the folder has all steps already, ``RankError`` with
-    the job's own last error where it fails; and lets Ctrl-C through. In every case nothing is left running.
+    the job's own last error where it fails, and with what is wrong where its weights did not move or arrive; and lets
+    Ctrl-C through. In every case nothing is left running.
     """
     if importlib.util.find_spec("verl") is None:
         raise MantissaError(f"--local runs verl here, and it is not installed: {pip_install('verl')}")
@@ -291,8 +302,9 @@ def run_local(rehearsal: Rehearsal, show: Callable[[str], None], *, isolated: bo
     if job.returncode != 0:
         raise RankError(f"the job failed: {_last_error(log)}; its log: {log}")
     rows = dict(_rows(metrics))
-    policy = folder / f"global_step_{rehearsal.steps}" / "actor" / "huggingface"
-    return LocalEnd(rows, policy, time.monotonic() - begun)
+    policy = policy_of(folder, rehearsal.steps)
+    learned = learned_lines(folder, rehearsal.model, first, rehearsal.steps)
+    return LocalEnd(rows, policy, learned, time.monotonic() - begun)
 
 
 @contextlib.contextmanager
@@ -306,6 +318,7 @@ def _job(rehearsal: Rehearsal, log: Path, metrics: Path, isolated: bool) -> Iter
     if isolated:
         command = [sys.executable, "-P", loopback.__file__, *command]
     variables = {one.name: one.value for one in rehearsal.plan.environment}
+    variables[ROWS] = str(rehearsal.folder / "looked_at")
     try:
         with log.open("wb") as out:
             job = subprocess.Popen(

@@ -148,6 +148,7 @@ FLOWRL_METRICS: tuple[Metric, ...] = (
     Metric("flowrl/weight_max", "max_i of w", "1"),
     Metric("flowrl/bounded_fraction", "share of tokens whose ratio (their sequence's, unless by token) a bound changed",
            "fraction"),
+    Metric("flowrl/left_out_fraction", "share of tokens that mask_by_sign leaves out", "fraction"),
     Metric("flowrl/nonfinite", "valid tokens whose reference log-prob, and sequences whose log Z, is not finite",
            "1", (0.0, 0.0), "by definition"),
 )  # fmt: skip

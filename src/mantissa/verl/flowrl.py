@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from verl.trainer.ppo.core_algos import register_policy_loss
 from verl.utils.metric import Metric
+from verl.workers.config import ActorConfig
 
 from mantissa.algorithms import Accumulator
 from mantissa.algorithms.losses.flowrl import FlowRLConfig
@@ -230,6 +231,13 @@ def _check(config: Any, loss_agg_mode: str) -> None:
             f"loss_mode=flowrl holds the policy to the reference by itself, got actor.kl_loss_coef="
             f"{config.kl_loss_coef}: set it to 0, and a lower flowrl.beta to stay nearer"
         )
+    for each in fields(ActorConfig):
+        given = getattr(config, each.name, each.default)
+        if each.name.startswith("clip_ratio") and given != each.default:
+            raise MantissaError(
+                f"loss_mode=flowrl does not read actor.{each.name}={given}: leave it out; its ratio's bounds are "
+                "+actor.fsdp_config.mixed_precision.flowrl.bounds='[0.8,1.28]'"
+            )
 
 
 def _metrics(tallies: dict[str, Accumulator]) -> dict[str, Metric]:

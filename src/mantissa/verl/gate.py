@@ -3,11 +3,19 @@
     actor_rollout_ref.model.external_lib=mantissa.verl.plugin  +trainer.gate=stop      # or warn; stop:10: each 10 steps
 
 Looked at are the batches of the first steps of a job, also of a resumed one (each comes after a sync of weights), and
-then of every 25th step: where verl has computed its ``old_log_prob``, whose batch lies in its TransferQueue with
-prompts, responses and both sides' log-probs. In ``bypass_mode`` verl takes the rollout's log-probs for the old ones;
-then the batches that are looked at are scored once more for the gate. A fault ends the job with its name and what to
-set (``warn`` only says it); each diagnosis is a line and a page, ``doctor/step-N/doctor.html`` in the checkpoints'
-folder, and ``mantissa/gate_fault`` (0 or 1) and the gap's size join verl's metrics.
+then of every 25th step: in verl's newer trainers (``trainer.ppo.v1``) where ``old_log_prob`` has been computed, whose
+batch lies in the TransferQueue with prompts, responses and both sides' log-probs; in the older ones (``main_ppo_v0``,
+``fully_async_policy``) before the actor learns from it. In ``bypass_mode`` verl takes the rollout's log-probs for the
+old ones; then the batches that are looked at are scored once more for the gate. ``one_step_off_policy`` always samples
+one update ahead: there the next batch is waited for at the steps that are looked at, and scored before the update.
+
+A trainer that has none of these places is refused before it starts (``hooks`` is how each finds the gate). A fault ends
+the job with its name and what to set (``warn`` only says it); each diagnosis is a line and a page,
+``doctor/step-N/doctor.html`` in the checkpoints' folder, and ``mantissa/gate_fault`` (0 or 1) and the gap's size join
+verl's metrics.
+
+The gate's measure, its first healthy size, stays in the checkpoints' folder (``mantissa_gate.json``), and a resumed job
+is held to it.
 
 Not seen are validation, what the policy did not sample itself (tools' answers), and, of a trainer that runs ahead, what
 older weights sampled.
@@ -15,21 +23,27 @@ older weights sampled.
 
 from __future__ import annotations
 
-import functools
+import json
+import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from mantissa.base.errors import MantissaError
+from mantissa.base.files import write_atomically
 from mantissa.base.readers.json import read_json
-from mantissa.doctor.diagnosis import Verdict
+from mantissa.doctor.diagnosis import Diagnosis, Verdict
 from mantissa.doctor.gate import Gate
+from mantissa.doctor.record import ScoredBatch, write_batch
 from mantissa.doctor.routers import routes
 from mantissa.verl.refusals import get
 
 KEY = "trainer.gate"
+ROWS = "MANTISSA_GATE_ROWS"  # a folder, in a job's environment: what is looked at is written there too, step-N.jsonl
+KEPT = "mantissa_gate.json"  # beside verl's latest_checkpointed_iteration.txt
 FIRST = 5  # steps after a start or a resume whose every batch is looked at
 _FIELDS = ("prompts", "responses", "response_mask", "rollout_log_probs")
 _NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -59,7 +73,8 @@ class TrainerGate:
                 "actor_rollout_ref.rollout.calculate_log_probs=True"
             )
         self.bypassed = bool(get(config, "algorithm.rollout_correction.bypass_mode", False))
-        self.ahead = get(config, "trainer.v1.trainer_mode", "sync") != "sync"
+        self.ahead = self._runs_ahead(config)
+        self.trainer = config.trainer
         self.folder = Path(config.trainer.default_local_dir) / "doctor"
         self.formats = _formats(config.actor_rollout_ref)
         self.experts = _experts(get(config, "actor_rollout_ref.model.path"))
@@ -67,13 +82,25 @@ class TrainerGate:
         self.looked = 0
         self.gate = Gate(every, "stop" if on_fault == "stop" else "warn", framework="verl", say=self._say)
 
+    def _runs_ahead(self, config: Any) -> bool:
+        return bool(get(config, "trainer.v1.trainer_mode", "sync") != "sync")
+
     def _say(self, line: str) -> None:
         self.lines.append(line)
         print(line, file=sys.stderr, flush=True)
 
-    def look(self, trainer: Any, batch: Any) -> dict[str, float]:
-        """Of a batch whose ``old_log_probs`` are there: metrics. ``MantissaError`` where a fault is to stop the job."""
-        step = int(trainer.global_steps)
+    def due(self, step: int) -> bool:
+        """Whether a batch of this step would be looked at."""
+        return self.looked < FIRST or self.gate.due(step)
+
+    def look(self, trainer: Any, batch: Any, step: int | None = None) -> dict[str, float]:
+        """Of a batch that is to be learned from: metrics. ``MantissaError`` where a fault is to stop the job.
+
+        ``step``: of the batch, if it is not the trainer's. verl numbers weights by the step after which they were sent.
+        """
+        step = self._step(trainer) if step is None else step
+        if self.looked == 0:
+            self._recall(step)
         if self.looked < FIRST:
             self.gate.after_sync()
         if not self.gate.due(step):
@@ -87,6 +114,12 @@ class TrainerGate:
         except (KeyError, ValueError, RuntimeError) as error:
             self._say(f"mantissa doctor: the batch of step {step} cannot be read ({error}); the training goes on")
             return {}
+        if ROWS in os.environ:
+            settings = {"framework": "verl", "temperature": float(self.rollout.temperature)}
+            responses, mask, rollout, learner = tables
+            seen = ScoredBatch(prompts, responses, mask, rollout, learner, settings)
+            write_batch(Path(os.environ[ROWS]) / f"step-{step}.jsonl", seen)
+        versions = self._versions(batch)
         found = self.gate.check(
             step,
             prompts,
@@ -94,21 +127,44 @@ class TrainerGate:
             temperature=float(self.rollout.temperature),
             **self.formats,
             experts=self.experts,
-            rollout_version=[batch.tags[row].get("min_global_steps") for row in rows],
-            learner_version=step - 1,  # verl numbers weights by the step after which they were sent
+            rollout_version=[versions[row] for row in rows],
+            learner_version=step - 1,
         )
-        if found is None:
-            return {}
+        return {} if found is None else self._answer(step, found)
+
+    def _answer(self, step: int, found: Diagnosis) -> dict[str, float]:
         page = self.gate.write_page(self.folder / f"step-{step}")
         if found.verdict not in (Verdict.FAULT, Verdict.LARGE):  # those have been said
             self._say(f"mantissa doctor: step {step}: {found.headline}")
         if self.gate.stop:
             raise MantissaError(f"{self.lines[-1]}. Page: {page}. {KEY}=warn goes on in spite of it")
+        write_atomically(self.folder.parent / KEPT, json.dumps(self.gate.state_dict()))
         return {
             "mantissa/gate_fault": float(self.gate.wrong(found)),
             "mantissa/gate_size_of_u": float(found.figures["u_rms"]),
             "mantissa/gate_tokens": float(found.figures["tokens"]),
         }
+
+    def _recall(self, step: int) -> None:
+        """Of a resumed job: the measure that lies beside the checkpoint which it goes on from."""
+        if step <= 1:
+            return  # whatever lies there is of another job
+        explicit = get(self.trainer, "resume_mode") == "resume_path"
+        folder = Path(self.trainer.resume_from_path).parent if explicit else self.folder.parent
+        kept = folder / KEPT
+        if not kept.is_file():
+            return
+        try:
+            self.gate.load_state_dict(read_json(kept))
+        except MantissaError as error:
+            self._say(f"mantissa doctor: {kept} cannot be read ({error}); the gap is measured anew")
+
+    def _step(self, trainer: Any) -> int:
+        return int(trainer.global_steps)
+
+    def _versions(self, batch: Any) -> Sequence[int | None]:
+        """Of the weights that sampled each row, as the rollout says them."""
+        return [tag.get("min_global_steps") for tag in batch.tags]
 
     def _rows(self, trainer: Any, batch: Any, newest: int) -> list[int]:
         """Which of the batch to compare. Of a trainer that runs ahead (``trainer.v1.trainer_mode``): those that the
@@ -140,6 +196,41 @@ class TrainerGate:
         return [prompts[row].tolist() for row in rows], [table[rows] for table in tables]
 
 
+class OldTrainerGate(TrainerGate):
+    """Of verl's older trainers, ``RayPPOTrainer`` and what derives from it: their batch is a ``DataProto`` that the
+    driver holds. ``score``: a trainer and a batch to the ``old_log_probs`` of the weights that the trainer has, B,R."""
+
+    def __init__(self, config: Any, asked: str, score: Callable[[Any, Any], Tensor]) -> None:
+        super().__init__(config, asked)
+        self.score = score
+
+    def _runs_ahead(self, config: Any) -> bool:
+        return get(config, "async_training") is not None  # fully_async_policy
+
+    def _step(self, trainer: Any) -> int:
+        """Of a trainer that sends its weights after several steps: the number of sends, by which it numbers them."""
+        return int(getattr(trainer, "current_param_version", trainer.global_steps - 1)) + 1
+
+    def _versions(self, batch: Any) -> Sequence[int | None]:
+        known = batch.non_tensor_batch.get("min_global_steps")
+        return [None] * len(batch.batch["responses"]) if known is None else list(known)
+
+    def _rows(self, trainer: Any, batch: Any, newest: int) -> list[int]:
+        if self.bypassed and getattr(trainer, "local_trigger_step", 1) > 1:
+            return []  # the learner has gone on from the weights of this batch
+        versions = self._versions(batch)
+        return [row for row, version in enumerate(versions) if not self.ahead or version == newest]
+
+    def _read(self, trainer: Any, batch: Any, rows: list[int]) -> tuple[list[list[int]], list[Tensor]]:
+        data = batch.batch
+        known = None if self.bypassed else data.get("old_log_probs")
+        learner = self.score(trainer, batch) if known is None else known
+        prompts = data["prompts"]
+        real = data["attention_mask"][:, : prompts.shape[1]].bool()
+        tables = [data[name] for name in ("responses", "response_mask", "rollout_log_probs")]
+        return [prompts[row][real[row]].tolist() for row in rows], [table[rows] for table in (*tables, learner)]
+
+
 def _experts(path: str | None) -> bool | None:
     """Whether the model of a folder is a mixture of experts, by its config.json; None where it cannot be read here."""
     if not path:
@@ -162,26 +253,7 @@ def _formats(section: Any) -> dict[str, str]:
             (("learner", learner), ("rollout", rollout))}  # fmt: skip
 
 
-def register() -> None:
-    """Have each trainer of verl's look at its own ``trainer.gate``. In the process of a trainer, which is imported
-    there before any model's configuration is read; elsewhere there is nothing to do."""
-    module = sys.modules.get("verl.trainer.ppo.v1.trainer_base")
-    if module is None:
-        return
-    PPOTrainer: Any = module.PPOTrainer
-    score, fit = PPOTrainer._compute_old_log_prob, PPOTrainer.fit
-
-    @functools.wraps(fit)
-    def gated_fit(self: Any, *arguments: Any, **named: Any) -> Any:
-        asked = get(self.config, KEY)
-        self.mantissa_gate = None if asked is None else TrainerGate(self.config, asked)
-        return fit(self, *arguments, **named)
-
-    @functools.wraps(score)
-    def gated_score(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
-        scored = score(self, batch, metrics)
-        if getattr(self, "mantissa_gate", None) is not None:
-            metrics.update(self.mantissa_gate.look(self, scored))
-        return scored
-
-    PPOTrainer.fit, PPOTrainer._compute_old_log_prob = gated_fit, gated_score
+def of_config(config: Any, made: Callable[[Any, str], TrainerGate]) -> TrainerGate | None:
+    """The gate that a trainer's configuration asks for. ``MantissaError`` where it cannot be had."""
+    asked = get(config, KEY)
+    return None if asked is None else made(config, asked)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from mantissa.base.errors import MantissaError
-from mantissa.verl import vllm_cpu
+from mantissa.verl import hooks, vllm_cpu
 from mantissa.verl.version import check_version, plugin_points
 
 try:
@@ -150,3 +150,5 @@ class CpuPlatform(PlatformBase):
 
 if os.environ.get("VERL_PLATFORM") == "cpu":
     vllm_cpu.prepare()
+
+hooks.register()  # as verl is imported, in every process of a job

@@ -35,6 +35,11 @@ class FlowRLConfig(Loss):
     mean_t clip(ratio_t). The correction's weight of old / rollout multiplies in, which no published version does: w_i =
     mean_t of the product of the two. All of w is detached. Clipped where the ratio is outside of ``bounds``.
 
+    With ``mask_by_sign`` (low, high), tokens are left out of every mean and product above whose own ratio theta / old
+    is over high where the reward is positive, or under low where it is negative. The authors' newer code does so, with
+    ``importance`` sequence and the same bounds. Of a response of which no token is left nothing is learned, where that
+    code still draws log Z to 0.
+
     delta is a statement about a whole response, so rejection by token, which would make it one about what is left, is
     refused. Log-ratios are summed in float64 and clamped to +-20 before ``exp``; what is valid and not finite is
     counted (``flowrl/nonfinite``), and the loss shows it.
@@ -46,6 +51,11 @@ class FlowRLConfig(Loss):
         "geometric", description="Ratio of the current to the old policy: product, geometric mean, or each token's own."
     )
     bounds: tuple[_Bound, _Bound] = Field((0.8, 1.28), description="Smallest and largest of that ratio.")
+    mask_by_sign: tuple[_Bound, _Bound] | None = Field(
+        None,
+        description="Leave out tokens whose ratio is over the second where the reward is positive, under the first "
+        "where it is negative, such as [0.8, 1.28]; null: none.",
+    )
     detach_partition: bool = Field(
         False, description="True: log Z trains its own head only, and sends no gradient into the policy."
     )
@@ -60,9 +70,11 @@ class FlowRLConfig(Loss):
     every_completion = True
     verl_mode = "flowrl"  # registered by Mantissa's plugin, with the head that it needs
 
-    @field_validator("bounds")
+    @field_validator("bounds", "mask_by_sign")
     @classmethod
-    def _around_one(cls, bounds: tuple[float, float]) -> tuple[float, float]:
+    def _around_one(cls, bounds: tuple[float, float] | None) -> tuple[float, float] | None:
+        if bounds is None:
+            return None
         low, high = bounds
         if not 0 <= low <= 1 <= high:
             raise ValueError(f"expected two bounds with 1 between them, such as [0.8, 1.28], got [{low}, {high}]")
@@ -117,8 +129,10 @@ class FlowRLConfig(Loss):
                 "flowrl needs log Z of each prompt and got none: pass what the log-partition head returns"
             )
         logp, ref, log_z, mask_BT = given.logp_BT, given.ref_logp_BT, given.log_z_B, given.mask_BT
+        reward = torch.where(mask_BT.any(-1), given.advantage_BT[:, :1].sum(-1), 0.0)
+        out_BT = self._left_out(logp.detach(), given.old_logp_BT, reward) & mask_BT
+        mask_BT = mask_BT & ~out_BT
         counted_B = mask_BT.any(-1)
-        reward = torch.where(counted_B, given.advantage_BT[:, :1].sum(-1), 0.0)
         delta = log_z + masked_mean(logp - ref, mask_BT, -1) - self.beta * reward
         ratio_BT, bounded_BT = self._importance(logp.detach(), given.old_logp_BT, mask_BT)
         w = masked_mean(ratio_BT * given.weight_BT, mask_BT, -1)
@@ -132,8 +146,17 @@ class FlowRLConfig(Loss):
             "flowrl/weight_mean": Accumulator.of("mean", w, counted_B & w.isfinite()),
             "flowrl/weight_max": Accumulator.of("max", w, counted_B & w.isfinite()),
             "flowrl/bounded_fraction": Accumulator.of("mean", bounded_BT, mask_BT),
+            "flowrl/left_out_fraction": Accumulator.of("mean", out_BT, given.mask_BT),
             "flowrl/nonfinite": Accumulator.of("sum", nonfinite),
         }
+
+    def _left_out(self, logp: Tensor, old: Tensor, reward_B: Tensor) -> Tensor:
+        """bool BT: where ``mask_by_sign`` leaves a token out."""
+        if self.mask_by_sign is None:
+            return torch.zeros_like(logp, dtype=torch.bool)
+        low, high = self.mask_by_sign
+        ratio, reward_B1 = bounded_ratio(logp.double() - old.double()), reward_B.unsqueeze(-1)
+        return ((reward_B1 > 0) & (ratio > high)) | ((reward_B1 < 0) & (ratio < low))
 
     def _importance(self, logp: Tensor, old: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Bounded ratio of theta to old at each token (a sequence's at all of its tokens), and where a bound acted."""
