@@ -177,7 +177,7 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
     done = steps[-1] if steps else 0
     trackers = from_names(config.trackers if rank0 else (), run, None if way == "start" else done)
     try:
-        with _screen(config.steps, done, rank0) as live:
+        with _screen(config.steps, done, rank0, parts.task.verifier.decides) as live:
             live.precision(_precision(parts))
             ranks, device = parts.ranks, str(parts.device)
             if not ranks.alone:
@@ -209,10 +209,10 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
 
 
 @contextmanager
-def _screen(steps: int, done: int, rank0: bool) -> Iterator[Live]:
+def _screen(steps: int, done: int, rank0: bool, verdicts: bool) -> Iterator[Live]:
     """What a person sees; of other ranks than 0, nothing."""
     if rank0:
-        with Live(steps, done=done) as live:
+        with Live(steps, done=done, verdicts=verdicts) as live:
             yield live
         return
     with open(os.devnull, "w") as nowhere, Live(steps, done=done, console=Console(file=nowhere)) as live:
@@ -244,7 +244,7 @@ def environment_of(parts: Parts) -> dict[str, Any]:
     share: dict[str, Any] = {}
     if parts.twin is not None:
         share = {"engine_share": parts.twin.facts(parts.sampler.engine)}
-    about = {"precision": rows, "training_device": device, "grading": guards}
+    about = {"precision": rows, "training_device": device, "grading": guards, "verdicts": parts.task.verifier.decides}
     return environment() | about | products | weights | exact | several | share
 
 

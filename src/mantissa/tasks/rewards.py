@@ -277,6 +277,11 @@ class WeightedSum(UnboundedVerifier):
         return min((term.verifier.chunk for term in self.terms if term.verifier.chunk > 1), default=1)
 
     @property
+    def decides(self) -> bool:
+        """Whether all terms that decide give verdicts."""
+        return all(term.verifier.decides for term in self.terms if term.decides)
+
+    @property
     def failure(self) -> float:
         return math.fsum(term.weight * term.verifier.failure for term in self.terms)
 
@@ -314,6 +319,7 @@ def weighted(terms: Sequence[RewardTerm], own: Verifier) -> Verifier:
 
 def _verifier(term: RewardTerm, own: Verifier) -> Verifier:
     if term.function is not None:
-        return FunctionVerifier(term.function, 1.0 if term.correct_at is None else term.correct_at, term.batch_size)
+        correct_at, chosen = (1.0, False) if term.correct_at is None else (term.correct_at, True)
+        return FunctionVerifier(term.function, correct_at, term.batch_size, verdict=term.decides or chosen)
     assert term.verifier is not None  # the configuration's own check
     return own if term.verifier == "task" else verifier_named(term.verifier)

@@ -120,6 +120,12 @@ class Verifier(ABC):
         return 1
 
     @property
+    def decides(self) -> bool:
+        """Whether ``Reward.correct`` is a verdict; False where it is a number of any meaning, held against a bound
+        that nobody chose."""
+        return True
+
+    @property
     def failure(self) -> float:
         return self.low
 
@@ -271,7 +277,7 @@ class RewardTerm(Config):
     decides: bool = Field(
         False,
         description="Completions are correct where all terms with this say so; where no term has it, the first "
-        "verifier decides, or else the first function.",
+        "verifier decides, or else the first function. A function's accuracy is shown where it has this or correct_at.",
     )
     correct_at: float | None = Field(
         None, description="A function's number means correct from here on; 1 where not given."
