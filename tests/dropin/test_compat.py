@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import math
 import os
-import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -587,7 +587,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_file_is_read_and_the_process_comes_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("dotenv", reason="needs the python-dotenv package")
     lines = ["# ours", "ENABLE_FP16_TRAINING=false", 'export FP16_LOSS_SCALE="1024" # small', "OTHER=$HOME", ""]
     (folder / ".env").write_text("\n".join(lines))
     assert current_environment() == {"ENABLE_FP16_TRAINING": "false", "FP16_LOSS_SCALE": "1024"}
@@ -601,20 +600,28 @@ def test_a_file_is_read_and_the_process_comes_first(folder: Path, monkeypatch: p
         FP16TrainingConfig.from_environment()
 
 
-def test_without_the_package_a_file_of_ours_is_an_error_and_another_is_not(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "dotenv", None)
-    (folder / ".env").write_text("DATABASE_URL=x")
-    assert current_environment() == {}
-    (folder / ".env").write_text("FP16_LOSS_SCALE=8")
-    with pytest.raises(MantissaError, match=r"mantissa-rl\[dotenv\]"):
-        current_environment()
-    monkeypatch.setenv("FP16_LOSS_SCALE", "4")  # then the file has nothing to add
-    assert current_environment() == {"FP16_LOSS_SCALE": "4"}
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("FP16_LOSS_SCALE=8", "8"), ("  export FP16_LOSS_SCALE = 8  ", "8"), ("FP16_LOSS_SCALE='8' # so", "8"),
+        ('FP16_LOSS_SCALE="8 # no"', "8 # no"), ("FP16_LOSS_SCALE=8 # so", "8"), ("FP16_LOSS_SCALE=8#9", "8#9"),
+        ("FP16_LOSS_SCALE=", ""), ("FP16_LOSS_SCALE=1\r\nFP16_LOSS_SCALE=2\r", "2"),
+        ("\ufeffFP16_LOSS_SCALE=8", "8"), ("FP16_LOSS_SCALE=$HOME", "$HOME"),
+        ("# FP16_LOSS_SCALE=8", None), ("MY_FP16_LOSS_SCALE=8", None), ("FP16_LOSS_SCALE", None),
+        ("FP16_LOSS_SCALE= " + " " * 100_000 + "#", ""), ("DATABASE_URL='a\nb'", None),
+    ],
+)  # fmt: skip
+def test_the_lines_of_a_file(folder: Path, line: str, value: str | None) -> None:
+    (folder / ".env").write_bytes(line.encode())
+    started = time.perf_counter()
+    assert current_environment().get("FP16_LOSS_SCALE") == value
+    assert time.perf_counter() - started < 1
 
 
 def test_what_is_no_such_file(folder: Path) -> None:
+    (folder / ".env").write_text("FP16_LOSS_SCALE='8")
+    with pytest.raises(MantissaError, match=r"\.env: .*FP16_LOSS_SCALE has a quote that nothing closes"):
+        current_environment()
     (folder / ".env").write_bytes(b"FP16_LOSS_SCALE=\xff")
     with pytest.raises(MantissaError, match=r"\.env: UnicodeDecodeError"):
         current_environment()

@@ -145,6 +145,8 @@ def sample_metrics(samples: Sequence[Sample], rewards: Sequence[Reward], config:
         "rollout/tokens": sum(lengths),
     }
     metrics |= _reward_parts(rewards)
+    if looked := [reward.found for reward in rewards if reward.found is not None]:
+        metrics["reward/no_answer_fraction"] = looked.count(False) / len(looked)
     if config.overlong is not None:
         penalties = [overlong_penalty(length, config.max_tokens, config.overlong) for length in lengths]
         metrics["reward/overlong_penalty"] = sum(penalties) / len(penalties)
