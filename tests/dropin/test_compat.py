@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError
-from mantissa.dropin import compat
+from mantissa.dropin import PrecisionTrainer, compat
 from mantissa.dropin.compat import (
     ENVIRONMENT,
     ExtendedFP16Config,
@@ -618,9 +618,31 @@ def test_the_lines_of_a_file(folder: Path, line: str, value: str | None) -> None
     assert time.perf_counter() - started < 1
 
 
+@pytest.mark.parametrize(("word", "active"), [("false", "fp32"), ("true", "fp16")])
+def test_the_switch_is_the_precision_trainers_too(folder: Path, word: str, active: str) -> None:
+    (folder / ".env").write_text(f"ENABLE_FP16_TRAINING={word}")
+    said: list[str] = []
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = PrecisionTrainer(model, optimizer, "fp16", say=said.append)
+    assert trainer.precision.active.name == active
+    assert any("ENABLE_FP16_TRAINING is off: training in fp32, not in fp16" in line for line in said) == (
+        word == "false"
+    )
+
+
+def test_a_loss_that_is_no_number_is_called_that(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(2, 1)
+    trainer = PrecisionTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", on_nonfinite="skip")
+    with caplog.at_level("INFO", "mantissa.training.step"):
+        trainer.step(torch.ones(1, 2), lambda model, batch: model(batch).sum() * math.nan)
+    assert "the loss is not finite (NaN): the batch is given up" in caplog.text
+    assert "scale" not in caplog.text
+
+
 def test_what_is_no_such_file(folder: Path) -> None:
     (folder / ".env").write_text("FP16_LOSS_SCALE='8")
-    with pytest.raises(MantissaError, match=r"\.env: .*FP16_LOSS_SCALE has a quote that nothing closes"):
+    with pytest.raises(MantissaError, match=r"\.env: FP16_LOSS_SCALE has a quote that nothing closes"):
         current_environment()
     (folder / ".env").write_bytes(b"FP16_LOSS_SCALE=\xff")
     with pytest.raises(MantissaError, match=r"\.env: UnicodeDecodeError"):

@@ -179,6 +179,6 @@ def _assigned(line: str) -> tuple[str, str] | None:
     if value[:1] in ("'", '"'):
         inside, closed, _ = value[1:].partition(value[0])
         if not closed:
-            raise ValueError(f"{name} has a quote that nothing closes")
+            raise MantissaError(f".env: {name} has a quote that nothing closes; close it")
         return name, inside
     return name, re.split(r"(?:^|\s)#", value, maxsplit=1)[0].rstrip()

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from mantissa.algorithms.correction import CorrectionConfig
 from mantissa.base.errors import MantissaError, StoppedError
 from mantissa.base.ranks import ALONE, Ranks, choose_device, join, world_size
 from mantissa.guard import ReferenceRun
@@ -192,6 +193,8 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
                 live.note(f"exact: {line}")
             if parts.twin is not None:
                 live.note(parts.twin.line)
+            if said := _uncorrected(config, parts.precision.rows()):
+                live.note(said)
             for note in (*parts.task.notes, *parts.sampler.grader.notes):
                 live.note(note)
             if rank0 and config.guard is not None and (fell := fall_back_of(run.checkpoints)):
@@ -206,6 +209,21 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
     finally:
         trackers.close()
     return finished
+
+
+def _uncorrected(config: RunConfig, rows: Sequence[dict[str, Any]]) -> str:
+    """What to add where the two sides' formats differ and nothing corrects for it; "" where there is nothing to say.
+
+    ``rows``: the precision table's, by what is active."""
+    active = {row["role"]: row["active"] for row in rows}
+    learner, rollout = active["learner"], active["rollout"]
+    if learner == rollout or config.algorithm.correction != CorrectionConfig():
+        return ""
+    return (
+        f"warning: the learner is in {learner}, the rollout in {rollout}, and algorithm.correction is none, so their "
+        "difference is learnt from as if it were the policy's: add algorithm.correction=token_tis, or give both one "
+        "format"
+    )
 
 
 @contextmanager

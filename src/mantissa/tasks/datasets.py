@@ -9,8 +9,9 @@ Rows of jsonl, json and parquet files come in three schemas, and a row that cann
 
 - ``plain``: ``problem``, ``question``, ``prompt``, ``messages`` or ``conversations`` (ShareGPT), the first there is,
   and ``answer``, ``ground_truth`` or ``solution``, which may be a list of one; or the two columns that ``columns``
-  names. Text or a chat, whose last turn by the assistant is no part of the prompt. An answer with ``####`` in it (GSM8K)
-  counts from there on, a solution (MATH) by its last ``\\boxed{}``; a chat without either by that of its last turn.
+  names. Text or a chat, whose last turn by the assistant is no part of the prompt. An answer with ``####`` in it
+  (GSM8K) counts from there on, a solution (MATH) by its last ``\\boxed{}``; a chat without either by that of its last
+  turn.
 - ``labelled``: ``prompt`` (text) and ``label``, ``unsafe`` or ``benign``: requests to be judged, asked as they stand.
 - ``dapo``: ``prompt`` as a list of ``{role, content}``, ``reward_model.ground_truth``, and ``data_source``.
 

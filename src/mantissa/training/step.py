@@ -332,7 +332,7 @@ class OptimizerStep:
         return StepOutcome(kind, overflows, norm, scale, fraction, lr, loss, clipped)
 
     def _what_overflowed(self, scale: float, given_up: bool, loss: Tensor | None) -> str:
-        """A batch without finite gradients, in words: of an overflow at a scale, or of what no scale is to blame for."""
+        """A batch without finite gradients, in words: an overflow at a scale, or what no scale is to blame for."""
         fate = f"the batch is {'given up' if given_up else 'repeated'}"
         if loss is not None and not bool(loss.isfinite().all()):
             said = f"the loss is not finite ({'NaN' if bool(loss.isnan().any()) else 'infinite'}): {fate}"
