@@ -103,9 +103,9 @@ def test_the_first_layers_stay_in_the_base(made: Callable[..., Parts], precision
 @pytest.mark.parametrize(
     ("learner", "rollout", "overrides", "warned"),
     [
-        ("bf16", "fp8", (), True),
+        ("bf16", "fp8", ("algorithm.correction=none",), True),
         ("bf16", "fp8", ("algorithm.correction=token_tis",), False),
-        ("bf16", "bf16", (), False),
+        ("bf16", "bf16", ("algorithm.correction=none",), False),
     ],
 )
 def test_formats_that_differ_without_a_correction_are_told_what_to_add(
