@@ -262,7 +262,7 @@ def _reward(
     terms: Any = (),
     found: bool | None = None,
 ) -> Reward:
-    """A reward as a checkpoint holds it; those of earlier versions hold no terms, and not whether an answer was found."""
+    """A reward as a checkpoint holds it; those of earlier versions lack the terms and what was found."""
     return Reward(value, correct, error, parts, tuple((float(term), float(weight)) for term, weight in terms), found)
 
 
