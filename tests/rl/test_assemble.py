@@ -16,7 +16,7 @@ from mantissa.model import byte_tokenizer, save_model
 from mantissa.rl.adapters import policy_folder
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config.run import RunConfig
-from mantissa.rl.session import start
+from mantissa.rl.session import _uncorrected, start
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -98,3 +98,21 @@ def test_the_first_layers_stay_in_the_base(made: Callable[..., Parts], precision
         assert kernels.fp8.exclude == ("layers.0",)
     with pytest.raises(MantissaError, match="leave none of the model's 2 layers"):
         made("warm_start=null", f"precision={precision}", f"precision.{section}={{first: 1, last: 1}}")
+
+
+@pytest.mark.parametrize(
+    ("learner", "rollout", "overrides", "warned"),
+    [
+        ("bf16", "fp8", ("algorithm.correction=none",), True),
+        ("bf16", "fp8", ("algorithm.correction=token_tis",), False),
+        ("bf16", "bf16", ("algorithm.correction=none",), False),
+    ],
+)
+def test_formats_that_differ_without_a_correction_are_told_what_to_add(
+    configure: Callable[..., RunConfig], learner: str, rollout: str, overrides: tuple[str, ...], warned: bool
+) -> None:
+    rows = [{"role": "learner", "active": learner}, {"role": "rollout", "active": rollout}]
+    said = _uncorrected(configure(*overrides), rows)
+    assert bool(said) is warned
+    assert ("the learner is in bf16, the rollout in fp8" in said) is warned
+    assert ("add algorithm.correction=token_tis" in said) is warned

@@ -374,7 +374,12 @@ def full_batch(step: int, lengths: Sequence[int]) -> tuple[Batch, FakeSampler]:
         samples.append(Sample(problem, group, prompt, completion, sampler.decode(completion.tokens)))
     rewards = [
         Reward(
-            0.1 * place, place % 2 == 0, "it's wrong" if place % 2 else None, {"part": place / 3}, ((place / 7, 2.0),)
+            0.1 * place,
+            place % 2 == 0,
+            "it's wrong" if place % 2 else None,
+            {"part": place / 3},
+            ((place / 7, 2.0),),
+            place % 3 == 1,
         )
         for place in range(len(lengths))
     ]

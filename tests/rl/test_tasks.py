@@ -35,8 +35,12 @@ def test_a_plain_file_with_math_verify(train: Train, tmp_path: Path, capsys: pyt
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = f"{{kind: dataset, files: {tmp_path / 'sums.jsonl'}, verifier: math_verify, heldout_fraction: 0.2}}"
     run = train(f"task={task}", *TWO_STEPS, *BYTES)
-    assert "sums.jsonl: 30 rows, 30 problems, 0 duplicates" in " ".join(capsys.readouterr().out.split())
+    screen = " ".join(capsys.readouterr().out.split())
+    assert "sums.jsonl: 30 rows, 30 problems, 0 duplicates" in screen
     rows = run.read_metrics()
+    assert rows[0]["reward/no_answer_fraction"] == 1
+    assert "no completion of the first step has an answer" in screen
+    assert run.environment["verdicts"] is True
     assert [row["reward/accuracy"] for row in rows] == [0, 0]  # a policy of random bytes
     assert [row["reward/verifier_errors"] for row in rows] == [0, 0]
     assert rows[-1]["optim/updates"] == 0

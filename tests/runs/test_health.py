@@ -15,10 +15,10 @@ def rows(name: str, values: list[float]) -> list[dict]:
 def test_a_good_run_has_no_excursion_and_a_brief_one_is_to_watch() -> None:
     good = [{"step": 1, "gap/kl": 0.0, "policy/loss": -3.0, "precision/skipped": 0, "note": "text", "time/eval": None}]
     assert check(good) == []
-    assert judge([], []).kind == "healthy"
+    assert judge([], [], {}).kind == "healthy"
     (found,) = check(rows("gap/kl", [0.0] * 10 + [0.5, -0.7] + [0.0] * 10))
     assert (found.worst, found.worst_step, found.first_step, found.steps_out, found.steps) == (-0.7, 12, 11, 2, 22)
-    assert (found.last, found.serious, judge([], [found]).kind) == (0.0, False, "watch")
+    assert (found.last, found.serious, judge([], [found], {}).kind) == (0.0, False, "watch")
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_a_good_run_has_no_excursion_and_a_brief_one_is_to_watch() -> None:
 def test_serious_excursions(values: list[float]) -> None:
     (found,) = check(rows("gap/kl", values))
     assert found.serious
-    assert judge([], [found]).kind == "unhealthy"
+    assert judge([], [found], {}).kind == "unhealthy"
 
 
 def test_what_is_not_finite_is_worst_and_serious_comes_first() -> None:
@@ -43,19 +43,35 @@ def test_what_is_not_finite_is_worst_and_serious_comes_first() -> None:
     assert (second.metric.name, second.serious) == ("correction/ess", False)
 
 
-@pytest.mark.parametrize(
-    ("best", "kind", "said"),
-    [
-        (0.0, "unhealthy", "Not learning: no completion was correct"),
-        (0.01, "healthy", "Hardly any completion was correct: 1.0% on the best step."),
-        (0.02, "healthy", "Healthy: every metric is in its range"),
-    ],
-)
-def test_a_run_without_success_is_said_plainly(best: float, kind: str, said: str) -> None:
-    judged = judge(rows("reward/accuracy", [0.0, best, 0.0]), [])
-    assert judged.kind == kind
-    assert said in (judged.headline, *judged.remarks)
-    assert bool(judged.remarks) == (best < 0.02)
+@pytest.mark.parametrize(("best", "said"), [(0.0, "No completion was correct, on any"), (0.01, "1.0% on"), (0.02, "")])
+def test_how_little_was_correct_is_said_where_a_verifier_decides(best: float, said: str) -> None:
+    logged = rows("reward/accuracy", [0.0, best, 0.0])
+    for environment in ({}, {"verdicts": True}):
+        judged = judge(logged, [], environment)
+        assert (judged.kind, judged.headline) == ("healthy", "Healthy: every metric is in its range")
+        assert said in " ".join(judged.remarks)
+        assert bool(judged.remarks) == (best < 0.02)
+    assert judge(logged, [], {"verdicts": False}).remarks == ()
+
+
+def test_a_reward_that_rises_is_learning_though_nothing_is_correct() -> None:
+    logged = [
+        {"step": i, "reward/accuracy": 0.0, "reward/mean": mean, "advantage/abs_max": 1.0}
+        for i, mean in enumerate([0.36, 0.41, 0.5, 0.66, 0.7], start=1)
+    ]
+    judged = judge(logged, [], {"verdicts": False})
+    assert judged.kind == "healthy"
+    assert judged.headline.endswith("; mean reward 0.36 to 0.7 (spread 0.028 over the last 2 steps)")
+    assert judged.remarks == ()
+
+
+@pytest.mark.parametrize("verdicts", [True, False])
+def test_there_was_nothing_to_learn_from_where_every_advantage_was_0(verdicts: bool) -> None:
+    logged = [{"step": i, "reward/accuracy": 0, "reward/mean": 0.2, "advantage/abs_max": 0.0} for i in (1, 2)]
+    judged = judge(logged, [], {"verdicts": verdicts})
+    assert (judged.kind, judged.headline) == ("unhealthy", "Not learning: every advantage was 0")
+    assert judged.remarks[-1].startswith("Within each group all rewards were equal, on every step")
+    assert (judged.remarks[0] == "No completion was correct, on any step.") == verdicts
 
 
 FACTS = {"engine": "vLLM 0.32.0", "format": "bf16", "every": 1, "measured": True, "kernels": "exact native kernels"}

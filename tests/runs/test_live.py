@@ -54,11 +54,14 @@ def test_a_pipe_gets_one_plain_line_a_step() -> None:
         "precision learner: asked for fp16, active fp16 (simulated kernels); a CPU [no halves]",
         "precision rollout: asked for bf16, active fp32 (native kernels); fallback: warn",
         "warm start: accuracy 0.28",
-        "step 7/60  accuracy 0.500  reward 0.250  gap k3 1.0e-06  |dlogp| 0  scale 2^16  overflow 2  retry 1  "
+        "step 7/60  reward 0.250  accuracy 0.500  gap k3 1.0e-06  |dlogp| 0  scale 2^16  overflow 2  retry 1  "
         "skipped 0  length 14.9  tok/s 15.3k  s/step 1.50  left 1 min 20 s",
-        "step 8/60  accuracy 0.500  eval 0.750  reward 0.250  gap k3 1.0e-06  |dlogp| 0  scale 2^16  overflow 2  "
+        "step 8/60  reward 0.250  accuracy 0.500  eval 0.750  gap k3 1.0e-06  |dlogp| 0  scale 2^16  overflow 2  "
         "retry 1  skipped 0  length 14.9  tok/s 15.3k  s/step 2.50  left 1 min 44 s",
     ]
+    with Live(60, verdicts=False, console=(console := pipe())) as live:
+        live.step(ROW | {"eval/greedy_accuracy": 0.75})
+    assert written(console).startswith("step 7/60  reward 0.250  gap k3 1.0e-06")
     live = Live(2, console=pipe())
     live.step({"step": 1})
     live.step({"step": 2})

@@ -72,6 +72,21 @@ def test_every_kind_of_run_gets_a_whole_page(make_run, kind: dict, said: str) ->
 
 
 @pytest.mark.usefixtures("no_figures")
+def test_a_run_without_verdicts_is_told_by_its_reward_alone(make_run) -> None:
+    run = make_run(steps=12, warm=False)
+    where = run.path / "environment.json"
+    where.write_text(json.dumps(json.loads(where.read_text()) | {"verdicts": False}))
+    page, _ = report(run)
+    told = page.text.partition("What each metric means")[0]
+    assert "Mean reward" in told
+    assert "Step 12: rewards 0 to 1." in told
+    assert "among the highest" in told
+    assert "among the lowest" in told
+    for word in ("accuracy", "right", "wrong", "correct"):
+        assert not re.search(rf"\b{word}\b", told.partition("Recipe")[0].replace("correction", "")), word
+
+
+@pytest.mark.usefixtures("no_figures")
 def test_whose_the_gap_is_stands_beside_it(make_run) -> None:
     parts = {"gap/engine_share": 0.97, "gap/engine_abs_logp_diff_mean": 2e-3, "gap/other_abs_logp_diff_mean": 4e-6}
     run = with_rows(make_run(steps=6), lambda row: parts if row["step"] % 2 else {})

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from mantissa.base.errors import MantissaError
 from mantissa.tasks import Grader, Problem, read_problems, rewards, verifier_named
-from mantissa.tasks.rewards import Dapo, MathVerify, last_boxed, math_equal, normalize_answer, plain_number
+from mantissa.tasks.rewards import (
+    Dapo,
+    MathVerify,
+    last_boxed,
+    math_equal,
+    normalize_answer,
+    plain_number,
+    stated_answer,
+)
 
 
 @pytest.mark.parametrize(
@@ -257,3 +265,77 @@ def test_real_ground_truths_verify_against_themselves_and_no_others(shared_data:
     for p in problems:
         assert Dapo()(p, f"steps\nAnswer: ${p.answer}$").correct
         assert dapo(p, f"\\boxed{{{p.answer}}}").correct == (len(p.answer) <= 92), p
+
+
+# By kind: a ground truth, spellings of it that are right, and answers that are wrong.
+KINDS: dict[str, list[tuple[str, list[str], list[str]]]] = {
+    "whole": [("34", ["34", "x = 34", "34 apples", "34.0", " 34 ", "034", "$34$"], ["43", "35", "-34", "3"])],
+    "thousands": [("48480", ["48480", "48,480", "48480.0", "48{,}480"], ["4848", "48.480", "484800"])],
+    "negative": [("-7", ["-7", "- 7", "-7.0", "−7"], ["7", "-17"])],
+    "decimal": [("0.5", ["0.5", ".5", "\\frac{1}{2}", "1/2", "0.50"], ["0.05", "5", "2"])],
+    "fraction": [("\\frac{3}{4}", ["3/4", "\\frac34", "0.75", "\\dfrac{3}{4}", "6/8"], ["4/3", "3", "0.7"])],
+    "percent": [("50%", ["50%", "50\\%", "50"], ["5%", "51%"])],
+    "units": [("5 km", ["5 km", "5\\text{ km}", "5"], ["6 km", "50 km"])],
+    "money": [("$18", ["$18", "\\$18", "18"], ["$81", "-18"])],
+    "interval": [("(1,3]", ["(1,3]", "(1, 3]"], ["(1,3)", "[1,3]", "(3,1]"])],
+    "pair": [("(3,4)", ["(3,4)", "(3, 4)"], ["(4,3)", "(3,5)"])],
+    "set": [("\\{1,2\\}", ["\\{1,2\\}", "\\{2, 1\\}"], ["\\{1,3\\}", "\\{1\\}"])],
+    "list": [("1,-2", ["1,-2", "-2, 1"], ["1,2", "1"])],
+    "root": [("2\\sqrt{3}", ["2\\sqrt{3}", "2\\sqrt3", "\\sqrt{12}"], ["3\\sqrt{2}", "2\\sqrt{2}"])],
+    "letter": [("B", ["B", "(B)", " B ", "B.", "\\text{B}"], ["A", "C", "AB", "D"])],
+    "time": [("05:00", ["05:00"], ["06:00", "04:59"]), ("12:30", ["12:30"], ["12:31", "1:30"])],
+    "text": [
+        ("yes", ["yes", "Yes", "\\text{yes}"], ["no", "maybe"]),
+        ("Monday", ["Monday", "monday"], ["Tuesday", "Sunday"]),
+        ("New York", ["New York", "new york"], ["York", "Boston"]),
+    ],
+    "variable": [("x+1", ["x+1", "1+x"], ["x-1", "x"])],
+    "power": [("2^{10}", ["2^{10}", "1024"], ["2^9", "10"])],
+    "pi": [("\\frac{\\pi}{2}", ["\\frac{\\pi}{2}", "\\pi/2"], ["\\pi", "\\pi/3"])],
+    "base": [("10_2", ["10_2"], ["11_2"])],
+    "degrees": [("90^\\circ", ["90^\\circ", "90", "90°"], ["91", "9"])],
+    "infinity": [("(-\\infty,2)", ["(-\\infty,2)", "(-\\infty, 2)"], ["(-\\infty,2]", "(2,\\infty)"])],
+}
+
+
+@pytest.mark.parametrize(
+    "way", ["<think>so</think>\n<answer>{}</answer>", "<answer>\n {} </answer>", "so \\boxed{{{}}}."]
+)
+def test_a_table_of_answers_in_tags_and_boxes(way: str) -> None:
+    verdicts = [
+        (kind, truth, said, right, MathVerify()(Problem("p", "q", truth, "s"), way.format(said)))
+        for kind, rows in KINDS.items()
+        for truth, good, bad in rows
+        for said, right in [*((each, True) for each in good), *((each, False) for each in bad)]
+    ]
+    assert len(verdicts) > 120
+    assert all(reward.found for *_, reward in verdicts)
+    assert [(kind, truth, said) for kind, truth, said, right, reward in verdicts if reward.correct != right] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "stated"),
+    [
+        ("<answer>3</answer> <answer> 4 </answer>", "4"), ("\\boxed{1} <answer>2</answer>", "2"),
+        ("<answer>2</answer> \\boxed{1}", "1"), ("<answer>so \\boxed{7}</answer>", "7"),
+        ("<answer><answer>5</answer>", "5"), ("<answer>5", None), ("5</answer>", None), ("\\boxed{6} <answer>5", "6"),
+        ("<answer></answer>", ""),
+    ],
+)  # fmt: skip
+def test_the_answer_that_stands_last(text: str, stated: str | None) -> None:
+    assert stated_answer(text) == stated
+
+
+def test_many_open_tags_cost_no_more_than_their_length() -> None:
+    started = time.perf_counter()
+    assert stated_answer("<answer>" * 50_000) is None
+    assert stated_answer("<answer>" + "x" * 400_000) is None
+    assert time.perf_counter() - started < 2
+
+
+def test_whether_an_answer_was_found_is_told() -> None:
+    problem = Problem("p", "q", "34", "s")
+    for name, good, none in (("math_verify", "it is 34", "no idea"), ("dapo", "Answer: 34", "34"), ("exact", "", "")):
+        verifier = verifier_named(name)
+        assert verifier(problem, good).found is (None if name == "exact" else True)
+        assert verifier(problem, none).found is (None if name == "exact" else False)

@@ -19,7 +19,7 @@ import pytest
 from mantissa.base.errors import MantissaError
 from mantissa.tasks import Message, dapo_data, read_problems
 from mantissa.tasks.dapo_data import CONFLICTING, EMPTY, REPEATED, UNREACHABLE, UNREADABLE, prepare_dapo
-from mantissa.tasks.datasets import DEFAULT_TEMPLATE, DatasetTask
+from mantissa.tasks.datasets import DEFAULT_TEMPLATE, Columns, DatasetTask
 from problems import made
 
 
@@ -87,6 +87,99 @@ def test_several_files_of_either_kind_are_one_dataset(tmp_path: Path) -> None:
 def test_answers_of_any_type_become_text(tmp_path: Path, raw: Any, answer: str) -> None:
     path = jsonl(tmp_path / "d.jsonl", [{"question": "q", "answer": raw, "extra": 1}])
     assert read_problems([path])[0][0].answer == answer
+
+
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
+CHAT = (Message("system", "Be brief."), Message("user", "1 + 1?"))
+SHAREGPT = [{"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "It is \\boxed{2}."}]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize(
+    ("columns", "prompt"),
+    [
+        ({"messages": ASKED, "answer": "2"}, CHAT),
+        ({"messages": ASKED, "ground_truth": 2}, CHAT),
+        ({"messages": [*ASKED, {"role": "assistant", "content": "so #### 2"}]}, CHAT),
+        ({"prompt": "1 + 1?", "solution": "2"}, "1 + 1?"),
+        ({"prompt": "1 + 1?", "answer": ["2"]}, "1 + 1?"),
+        ({"prompt": ASKED, "solution": "One and one: \\boxed{2}."}, CHAT),
+        (
+            {"problem": "1 + 1?", "solution": f"{'So. ' * 99}\\boxed{{2}}"},
+            DEFAULT_TEMPLATE.replace("{problem}", "1 + 1?"),
+        ),
+        ({"problem": "1 + 1?", "solution": "$2$"}, DEFAULT_TEMPLATE.replace("{problem}", "1 + 1?")),
+        ({"conversations": SHAREGPT}, (Message("user", "1 + 1?"),)),
+        ({"conversations": SHAREGPT, "answer": "2"}, (Message("user", "1 + 1?"),)),
+    ],
+)
+def test_data_as_people_have_it(tmp_path: Path, ending: str, columns: dict[str, Any], prompt: Any) -> None:
+    path = tmp_path / f"d.{ending}"
+    if ending == "parquet":
+        pq.write_table(pa.Table.from_pylist([columns]), path)
+    else:
+        path.write_text(json.dumps(columns if ending == "jsonl" else [columns]))
+    (problem,) = read_problems([path])[0]
+    assert (problem.prompt, problem.answer, problem.row) == (prompt, "2", {})
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_columns_have_the_names_that_the_recipe_gives(tmp_path: Path, ending: str) -> None:
+    rows = [{"task": "1 + 1?", "gold": 2, "problem": "not this"}]
+    path = tmp_path / f"d.{ending}"
+    if ending == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        jsonl(path, rows)
+    (problem,) = read_problems([path], columns=Columns(problem="task", answer="gold"), template="{problem}")[0]
+    assert (problem.prompt, problem.answer) == ("1 + 1?", "2")
+    with pytest.raises(MantissaError, match=r"task\.columns names right; its columns are task, gold, problem"):
+        read_problems([path], columns=Columns(problem="task", answer="right"))
+    with pytest.raises(ValueError, match="columns does nothing for row_schema dapo"):
+        task([path], columns={"problem": "task", "answer": "gold"}, row_schema="dapo")
+
+
+def test_a_reward_function_gets_the_rows_other_columns(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "d.jsonl", [{"prompt": f"{i}?", "answer": i, "level": i} for i in range(9)])
+    options: dict[str, Any] = {"files": [str(path)], "heldout_fraction": 0}
+    of_function = made("dataset", 0, reward=[{"function": "a:f"}], **options).split("train")
+    assert [problem.row["level"] for problem in of_function] == list(range(9))
+    assert all(problem.row == {} for problem in made("dataset", 0, **options).split("train"))
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"problem": "q", "solution": "so " * 50}, "'solution' has no \\boxed{} and no ####"),
+        ({"messages": ASKED}, "'answer' is missing or null"),
+        ({"messages": [], "answer": "2"}, "'messages' is []: expected a list of messages"),
+        ({"messages": [{"role": "assistant", "content": "2"}], "answer": "2"}, "'messages' is an answer alone"),
+        ({"conversations": [{"from": "tool", "value": "2"}]}, "a message's role is 'tool'"),
+    ],
+)
+def test_a_chat_or_a_solution_that_cannot_be_read_is_named(tmp_path: Path, row: dict[str, Any], why: str) -> None:
+    with pytest.raises(MantissaError) as caught:
+        read_problems([jsonl(tmp_path / "d.jsonl", [row])])
+    assert f"row 1: {why}" in str(caught.value)
+
+
+def test_a_json_file_is_a_list_of_objects(tmp_path: Path) -> None:
+    path = tmp_path / "d.json"
+    for text, said in (('{"a": 1}', "expected a list of objects, found dict"), ("{}\n{}", "objects one a line")):
+        path.write_text(text)
+        with pytest.raises(MantissaError, match=said):
+            read_problems([path])
+    path.write_text('[{"prompt": "1?", "answer": 1}, 3]')
+    assert "row 2: expected a JSON object, found int" in read_problems([path], on_bad_row="skip")[1].describe()
+
+
+@pytest.mark.parametrize("count", [2, 5, 12])
+def test_of_a_small_file_at_least_one_problem_is_held_out_or_none(tmp_path: Path, count: int) -> None:
+    path = jsonl(tmp_path / "d.jsonl", plain(count))
+    for seed in range(5):
+        assert len(task([path], seed).split("heldout")) >= 1
+        assert not task([path], seed, heldout_fraction=0).split("heldout")
+    assert len(task([path], 0).split("train")) >= 1
 
 
 def test_templates(tmp_path: Path) -> None:
@@ -168,7 +261,7 @@ def test_files_that_are_no_dataset(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    assert "is not there: expected a .jsonl or .parquet file" in message("absent.jsonl")
+    assert "is not there: expected a .jsonl, .json or .parquet file" in message("absent.jsonl")
     assert "is a folder" in message(".")
     (tmp_path / "d.csv").write_text("problem,answer\n")
     assert "unknown extension '.csv': expected .jsonl" in message("d.csv")
@@ -178,7 +271,10 @@ def test_files_that_are_no_dataset(tmp_path: Path) -> None:
     assert "holds no problem: bad.jsonl: 2 rows" in message("bad.jsonl", on_bad_row="skip")
     jsonl(tmp_path / "other.jsonl", [{"text": "a", "label": 1}])
     said = message("other.jsonl")
-    assert "columns text, label fit no schema: expected 'problem' (or 'question') and 'answer'" in said
+    assert (
+        "columns text, label fit no schema: expected 'problem' (or 'question', 'prompt', 'messages') and 'answer'"
+        in said
+    )
     jsonl(tmp_path / "plain.jsonl", plain(2))
     assert "needs columns" not in message("plain.jsonl", schema="dapo")  # jsonl has no columns: rows are bad
     pq.write_table(pa.Table.from_pylist(plain(2)), tmp_path / "plain.parquet")

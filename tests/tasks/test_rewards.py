@@ -75,6 +75,22 @@ def test_who_decides(terms: list[dict[str, object]], deciding: set[str]) -> None
     assert {term.name for term in verifier.terms if term.decides} == deciding
 
 
+@pytest.mark.parametrize(
+    ("terms", "verdicts"),
+    [
+        ([{"function": "a:f"}], False),
+        ([{"function": "a:f", "correct_at": 0.5}], True),
+        ([{"function": "a:f", "decides": True}], True),
+        ([{"function": "a:f"}, {"verifier": "exact"}], True),
+        ([{"function": "a:f"}, {"verifier": "exact", "decides": True}], True),
+    ],
+)
+def test_a_functions_correctness_is_a_verdict_where_the_recipe_says_so(
+    terms: list[dict[str, object]], verdicts: bool
+) -> None:
+    assert weighted([RewardTerm(**term) for term in terms], Exact()).decides is verdicts  # type: ignore[arg-type]
+
+
 def test_failure_is_the_weighted_sum_of_the_terms_failures() -> None:
     function = weighted([RewardTerm(function="a:f", weight=3), RewardTerm(function="a:g", weight=-1)], Exact())
     assert function.failure == 0.0

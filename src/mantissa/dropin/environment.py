@@ -6,9 +6,9 @@ What the process's own environment does not say, a ``.env`` file in the working 
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 from pydantic import TypeAdapter, ValidationError
 
 from mantissa.base.bounds import BELOW_ONE, LARGEST_SIZE, SMALLEST_FLOAT, boundary, check_values, number, regular_file
-from mantissa.base.errors import MantissaError, pip_install
+from mantissa.base.errors import MantissaError
 from mantissa.training.scaler import ScalerConfig
 
 _LARGEST_DOTENV = 2**20
@@ -156,20 +156,29 @@ def _parsed(variable: str, text: str, kind: type) -> Any:
 def current_environment() -> dict[str, str]:
     """The variables of ``ENVIRONMENT``: the process's own, and where it has none those of ``.env`` in this folder.
 
-    A ``.env`` that says nothing of them is not looked at further. ``MantissaError`` for one that cannot be read, and
-    where it does but ``python-dotenv`` is missing.
+    Its lines are ``KEY=value``, or ``export KEY=value``; a value may be quoted, and what stands behind `` #`` is a
+    comment. Other lines, and variables that are not ours, are passed over. ``MantissaError`` for a file that cannot be
+    read.
     """
     own = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     path = Path(".env")
     with boundary(".env", "mend it, or set the variables in the environment"):
         if not regular_file(path) or path.stat().st_size > _LARGEST_DOTENV:
             return own
-        text = path.read_text("utf-8")
-        if not any(name in text for name in ENVIRONMENT.keys() - own):
-            return own
-        try:
-            from dotenv import dotenv_values
-        except ImportError:
-            raise MantissaError(f".env sets variables of ours: {pip_install('dotenv')} to have it read") from None
-        found = dotenv_values(stream=io.StringIO(text), interpolate=False)
-    return {name: value for name, value in found.items() if name in ENVIRONMENT and value is not None} | own
+        text = path.read_text("utf-8-sig")
+    return dict(match for line in text.splitlines() if (match := _assigned(line)) is not None) | own
+
+
+def _assigned(line: str) -> tuple[str, str] | None:
+    """The variable of ours that a line of ``.env`` sets, and its value; None where it sets none."""
+    key, equals, value = line.strip().partition("=")
+    name = key.removeprefix("export ").strip()
+    if not equals or name not in ENVIRONMENT:
+        return None
+    value = value.strip()
+    if value[:1] in ("'", '"'):
+        inside, closed, _ = value[1:].partition(value[0])
+        if not closed:
+            raise MantissaError(f".env: {name} has a quote that nothing closes; close it")
+        return name, inside
+    return name, re.split(r"(?:^|\s)#", value, maxsplit=1)[0].rstrip()

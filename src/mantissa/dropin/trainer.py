@@ -48,6 +48,7 @@ from mantissa.dropin.checks import (
     check_scheduler,
     checked_weight,
 )
+from mantissa.dropin.environment import switched_off
 from mantissa.dropin.window import Micro, MixedPrecision, RetryWindow, device_of, flush_probe, take_over
 from mantissa.guard import GuardConfig
 from mantissa.guard.watch import Watch
@@ -61,7 +62,8 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
 class PrecisionTrainer:
-    """Train ``model`` with ``optimizer`` in ``precision`` (``fp32`` | ``bf16`` | ``fp16``).
+    """Train ``model`` with ``optimizer`` in ``precision`` (``fp32`` | ``bf16`` | ``fp16``); in fp32 where the
+    environment or ``.env`` says ``ENABLE_FP16_TRAINING=false``.
 
     - ``backend``: ``auto`` is native on CUDA and on a CPU simulated (bf16, fp16); ``native``, ``simulated`` insist.
     - ``fallback``: where the device lacks the format's arithmetic, ``error`` refuses and ``warn`` uses fp32.
@@ -127,6 +129,9 @@ class PrecisionTrainer:
         self.device = device_of(model)
         options: dict[str, Any] = {"backend": backend, "fallback": fallback, "scale": scale, "retries": retries}
         self._settled = partial(MixedPrecision.of, device=self.device, say=self.say, **options)
+        if precision != "fp32" and switched_off():
+            self.say(f"precision: ENABLE_FP16_TRAINING is off: training in fp32, not in {precision}")
+            precision = "fp32"
         settled = self._settled(precision=precision)
         self._window = RetryWindow(
             model, optimizer, settled, detect_anomaly=detect_anomaly, max_grad_norm=max_grad_norm,

@@ -129,6 +129,7 @@ def assemble(
     _check_bill(config)
     be_deterministic(device)
     given, task = task is not None, task or build_task(config.task, config.seed)
+    _held_out(config, task)  # before a model is loaded
     if config.rollout.engine == "transformers":
         return _by_transformers(config, task, device, ranks)
     model, tokenizer = load_policy(config.model, task, config.seed)
@@ -403,15 +404,7 @@ def check_task(config: RunConfig, task: Task, sampler: Sampler, max_length: int)
         if unsolved or not solved:
             what = (*unsolved, "the task has no warm_start problems")[0]
             raise MantissaError(f"warm_start needs solutions to learn from, and {what}; set warm_start=null")
-    for name, asked in {"evaluation": config.evaluation, "warm_start": config.warm_start}.items():
-        if asked is None:
-            continue
-        splits.append(task.split("heldout")[: asked.problems])
-        if not splits[-1]:
-            raise MantissaError(
-                f"{name}.problems={asked.problems}, but the task has no held-out problems; hold some out, or set "
-                f"{name}=null"
-            )
+    splits += _held_out(config, task)
     for problems in splits:
         sampler.encode(problems[0])  # no chat template, or an alphabet that lacks a letter
     for problem in itertools.chain(*splits):
@@ -421,6 +414,21 @@ def check_task(config: RunConfig, task: Task, sampler: Sampler, max_length: int)
                 f"exceed the model's {max_length} positions; lower rollout.max_tokens, or of a dataset set "
                 "task.on_long_prompt=skip"
             )
+
+
+def _held_out(config: RunConfig, task: Task) -> list[Any]:
+    """The held-out problems of each that asks for some; ``MantissaError`` where there are none."""
+    splits: list[Any] = []
+    for name, asked in {"evaluation": config.evaluation, "warm_start": config.warm_start}.items():
+        if asked is None:
+            continue
+        splits.append(task.split("heldout")[: asked.problems])
+        if not splits[-1]:
+            raise MantissaError(
+                f"{name}.problems={asked.problems}, but the task has no held-out problems; hold some out, or set "
+                f"{name}=null"
+            )
+    return splits
 
 
 def most_tokens(problem: Problem) -> int:

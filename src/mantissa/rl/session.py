@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from mantissa.algorithms.correction import CorrectionConfig
 from mantissa.base.errors import MantissaError, StoppedError
 from mantissa.base.ranks import ALONE, Ranks, choose_device, join, world_size
 from mantissa.guard import ReferenceRun
@@ -177,7 +178,7 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
     done = steps[-1] if steps else 0
     trackers = from_names(config.trackers if rank0 else (), run, None if way == "start" else done)
     try:
-        with _screen(config.steps, done, rank0) as live:
+        with _screen(config.steps, done, rank0, parts.task.verifier.decides) as live:
             live.precision(_precision(parts))
             ranks, device = parts.ranks, str(parts.device)
             if not ranks.alone:
@@ -192,6 +193,8 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
                 live.note(f"exact: {line}")
             if parts.twin is not None:
                 live.note(parts.twin.line)
+            if said := _uncorrected(config, parts.precision.rows()):
+                live.note(said)
             for note in (*parts.task.notes, *parts.sampler.grader.notes):
                 live.note(note)
             if rank0 and config.guard is not None and (fell := fall_back_of(run.checkpoints)):
@@ -208,11 +211,26 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
     return finished
 
 
+def _uncorrected(config: RunConfig, rows: Sequence[dict[str, Any]]) -> str:
+    """What to add where the two sides' formats differ and nothing corrects for it; "" where there is nothing to say.
+
+    ``rows``: the precision table's, by what is active."""
+    active = {row["role"]: row["active"] for row in rows}
+    learner, rollout = active["learner"], active["rollout"]
+    if learner == rollout or config.algorithm.correction != CorrectionConfig():
+        return ""
+    return (
+        f"warning: the learner is in {learner}, the rollout in {rollout}, and algorithm.correction is none, so their "
+        "difference is learnt from as if it were the policy's: add algorithm.correction=token_tis, or give both one "
+        "format"
+    )
+
+
 @contextmanager
-def _screen(steps: int, done: int, rank0: bool) -> Iterator[Live]:
+def _screen(steps: int, done: int, rank0: bool, verdicts: bool) -> Iterator[Live]:
     """What a person sees; of other ranks than 0, nothing."""
     if rank0:
-        with Live(steps, done=done) as live:
+        with Live(steps, done=done, verdicts=verdicts) as live:
             yield live
         return
     with open(os.devnull, "w") as nowhere, Live(steps, done=done, console=Console(file=nowhere)) as live:
@@ -244,7 +262,7 @@ def environment_of(parts: Parts) -> dict[str, Any]:
     share: dict[str, Any] = {}
     if parts.twin is not None:
         share = {"engine_share": parts.twin.facts(parts.sampler.engine)}
-    about = {"precision": rows, "training_device": device, "grading": guards}
+    about = {"precision": rows, "training_device": device, "grading": guards, "verdicts": parts.task.verifier.decides}
     return environment() | about | products | weights | exact | several | share
 
 

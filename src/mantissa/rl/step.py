@@ -128,6 +128,12 @@ def publish(
     row |= _learner_metrics(run, experience, update)
     row["advantage/silent_steps"] = _silence(run, step, row)
     _warn_of_rejection(run, step, row)
+    if step == 1 and row.get("reward/no_answer_fraction") == 1:
+        run.live.note(
+            "warning: no completion of the first step has an answer that the verifier can read, so all count as wrong: "
+            "ask for \\boxed{} or <answer></answer> in the prompt (task.template), let answers end before "
+            f"rollout.max_tokens ({row['length/truncated_fraction']:.0%} were cut off), or set task.verifier"
+        )
     if config.evaluation and (step % config.evaluation.every == 0 or last):
         with run.timed("eval"), run.source.engine(run.learner.weights, run.learner.version):
             row |= evaluate(run, step)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import combinations
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,6 +148,12 @@ def training_accuracy(group: Group) -> Estimate | None:
         return None
     estimate = of_seeds(found, None)
     return estimate if len(found) > 1 else Estimate(estimate.value, None, None, "one run")
+
+
+def spread_of(group: Group, name: str) -> float | None:
+    """Mean over the runs of a metric's standard deviation over its last steps; None where none has two of them."""
+    found = [stdev(last) for run in group.runs if len(last := series(run.rows, name)[1][-ENDS:].tolist()) > 1]
+    return fmean(found) if found else None
 
 
 def seconds_by_phase(group: Group) -> dict[str, float] | None:

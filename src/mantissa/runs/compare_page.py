@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -32,11 +33,12 @@ from mantissa.runs.compare import (
     logged,
     over_runs,
     seconds_by_phase,
+    spread_of,
     total,
     training_accuracy,
 )
 from mantissa.runs.groups import Differences, Group, Run, differences, group_runs, listed, read_runs
-from mantissa.runs.health import sentence, small
+from mantissa.runs.health import VERDICTS, decides, sentence, small
 from mantissa.runs.live import count, duration, seconds_text
 from mantissa.runs.metrics import SERIES, Series
 from mantissa.runs.page import Banner, Block, Heading, Plots, Sentence, Table
@@ -180,10 +182,24 @@ def _resumed_elsewhere(run: Run) -> list[str]:
 
 def _trained(group: Group) -> str:
     """Training accuracy of the last steps, as text."""
+    if not _verdicts(group):
+        return "no verifier decides"
     estimate = training_accuracy(group)
     if estimate is None:
         return _MISSING
     return f"{estimate.value:.3f}" + ("" if estimate.low is None else f" ({estimate.interval}; {estimate.how})")
+
+
+def _verdicts(group: Group) -> bool:
+    return all(decides(run.environment) for run in group.runs)
+
+
+def _reward(group: Group) -> tuple[str, str, str]:
+    """Mean reward of the first and of the last step, and its spread over the last steps, means over the runs."""
+    first, last = (over_runs(group, "reward/mean", itemgetter(place)) for place in (0, -1))
+    figures = (first, last, spread_of(group, "reward/mean"))
+    one, other, spread = (_MISSING if figure is None else f"{figure:.3g}" for figure in figures)
+    return one, other, spread
 
 
 # The figures: one line a group, the same in every figure.
@@ -193,7 +209,8 @@ def curves(groups: Sequence[Group]) -> tuple[list[Plot], list[str]]:
     """The figures of every metric of ``PANELS`` that some group logged, and the names of those that none did."""
     drawn, missing = [], []
     for metric in PANELS:
-        found = [(group, curve) for group in groups if (curve := curve_of(group, metric)) is not None]
+        told = [group for group in groups if metric not in VERDICTS or _verdicts(group)]
+        found = [(group, curve) for group in told if (curve := curve_of(group, metric)) is not None]
         if not found:
             missing.append(metric)
         elif metric != "reward/mean" or not all(_reward_is_accuracy(group) for group, _ in found):
@@ -375,9 +392,15 @@ def _heads(groups: Sequence[Group]) -> list[page.Key]:
 def _finals(comparison: Comparison) -> list[Block]:
     named = [(final.title, [(group, e) for group, e, _ in final.estimates if e]) for final in comparison.finals]
     drawn = [intervals(title, there) for title, there in named if there]
-    header = ["run", *(final.title.lower() for final in comparison.finals), _TRAINED]
+    reward = f"mean reward, first to last step (spread, last {ENDS} steps)"
+    header = ["run", reward, *(final.title.lower() for final in comparison.finals), _TRAINED]
     lines = [
-        [head, *(_estimate(*final.estimates[i][1:]) for final in comparison.finals), _trained(group)]
+        [
+            head,
+            "{} to {} ({})".format(*_reward(group)) if over_runs(group, "reward/mean", len) else page.NOT_LOGGED,
+            *(_estimate(*final.estimates[i][1:]) for final in comparison.finals),
+            _trained(group),
+        ]
         for i, (head, group) in enumerate(zip(_heads(comparison.groups), comparison.groups, strict=True))
     ]
     note = (
@@ -495,7 +518,10 @@ def show(comparison: Comparison, console: Console) -> None:
             ]
             _print(console, final.title, ("run", "last", "95% interval", "of"), shown)
             console.print(final.said)
-    if any("reward/accuracy" in run.rows[-1] for run in comparison.runs):
+    if any("reward/mean" in run.rows[-1] for run in comparison.runs):
+        rewards = [(group.title, *_reward(group)) for group in groups]
+        _print(console, "Mean reward", ("run", "first step", "last step", f"spread, last {ENDS} steps"), rewards)
+    if any("reward/accuracy" in run.rows[-1] and decides(run.environment) for run in comparison.runs):
         _print(console, _TRAINED.capitalize(), ("run", "mean"), [(group.title, _trained(group)) for group in groups])
     header = ("run", "|dlogp|", "k3 KL", "ESS", "s/step", "tokens/s")
     _print(console, f"Gap (mean of the last {ENDS} steps) and time", header, map(_gap_and_time, groups))

@@ -80,7 +80,7 @@ class Run:
 
     @property
     def judgement(self) -> Judgement:
-        return judge(self.rows, self.excursions)
+        return judge(self.rows, self.excursions, self.environment)
 
     @cached_property
     def facts(self) -> dict[str, str]:

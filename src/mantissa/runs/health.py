@@ -15,7 +15,9 @@ from mantissa.mismatch.tables import Metric
 from mantissa.runs.metrics import BY_NAME, series, where_measured
 
 Health = Literal["healthy", "watch", "unhealthy"]
+VERDICTS = ("reward/accuracy", "eval/greedy_accuracy", "eval/avg_at_k")  # what a verifier's verdicts are counted in
 _BRIEF = 0.1  # a metric out of its range for at most this share of the steps, and back by the end, is one to watch
+_LAST = 10  # steps at the end, at most, whose spread is said beside a mean
 _HARDLY_ANY = 0.02  # accuracy on the best step below which a run is said to have learned next to nothing
 _NOISE = 0.05  # by which a share may leave [0, 1] without anything to be said about it
 _HEADLINE = {
@@ -66,18 +68,46 @@ def check(rows: Sequence[dict[str, Any]]) -> list[Excursion]:
     return sorted(excursions, key=lambda f: (not f.serious, f.metric.name))
 
 
-def judge(rows: Sequence[dict[str, Any]], excursions: Sequence[Excursion]) -> Judgement:
+def judge(rows: Sequence[dict[str, Any]], excursions: Sequence[Excursion], environment: Mapping[str, Any]) -> Judgement:
     """``healthy`` without excursions, ``watch`` when all were brief and are over, ``unhealthy`` otherwise; and so is a
-    run on which no completion was ever correct, whatever they say."""
+    run on which every advantage was 0, whatever they say. The headline has the mean reward's way.
+
+    ``environment``: the run's; what was correct is said where it records that a verifier decides (``verdicts``).
+    """
     kind: Health = "unhealthy" if any(f.serious for f in excursions) else "watch" if excursions else "healthy"
+    correct = _correct(rows) if decides(environment) else ()
+    advantages = series(rows, "advantage/abs_max")[1]
+    if advantages.size and not advantages.any():
+        remark = "Within each group all rewards were equal, on every step: there was nothing to learn from."
+        return Judgement("unhealthy", "Not learning: every advantage was 0", (*correct, remark))
+    way = reward_way(rows)
+    return Judgement(kind, f"{_HEADLINE[kind]}; {way}" if way else _HEADLINE[kind], correct)
+
+
+def decides(environment: Mapping[str, Any]) -> bool:
+    """Whether a verifier decided what was correct in this run, as it records; so it is of one older than the record."""
+    return environment.get("verdicts") is not False
+
+
+def reward_way(rows: Sequence[dict[str, Any]]) -> str:
+    """The mean reward of the first and of the last step, and its standard deviation over the last steps; "" where none
+    was logged. ``mean reward 0.36 to 0.70 (spread 0.02 over the last 5 steps)``"""
+    values = series(rows, "reward/mean")[1]
+    if values.size < 2:
+        return f"mean reward {values[0]:.3g}" if values.size else ""
+    last = values[-min(_LAST, max(2, values.size // 2)) :]
+    spread = f"spread {last.std(ddof=1):.2g} over the last {last.size} steps"
+    return f"mean reward {values[0]:.3g} to {values[-1]:.3g} ({spread})"
+
+
+def _correct(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """What is to be said where next to nothing was correct."""
     accuracy = series(rows, "reward/accuracy")[1]
-    if accuracy.size and not accuracy.any():
-        remark = "No completion was correct, on any step: there was nothing to learn from."
-        return Judgement("unhealthy", "Not learning: no completion was correct", (remark,))
-    if accuracy.size and accuracy.max() < _HARDLY_ANY:
-        remark = f"Hardly any completion was correct: {accuracy.max():.1%} on the best step."
-        return Judgement(kind, _HEADLINE[kind], (remark,))
-    return Judgement(kind, _HEADLINE[kind])
+    if accuracy.size == 0 or accuracy.max() >= _HARDLY_ANY:
+        return ()
+    if not accuracy.any():
+        return ("No completion was correct, on any step.",)
+    return (f"Hardly any completion was correct: {accuracy.max():.1%} on the best step.",)
 
 
 def sentence(excursion: Excursion) -> str:

@@ -28,7 +28,7 @@ from rich.text import Text
 from mantissa.base.errors import MantissaError, pip_install
 from mantissa.base.files import disk_errors
 from mantissa.runs.directory import RunDirectory
-from mantissa.runs.health import small
+from mantissa.runs.health import VERDICTS, small
 from mantissa.runs.metrics import BY_NAME
 
 _HEADER_EVERY = 25
@@ -86,9 +86,9 @@ def _rounded(digits: int) -> Callable[[float], str]:
 
 
 COLUMNS = (
+    Column("reward", "reward/mean", 7, _rounded(3)),
     Column("accuracy", "reward/accuracy", 8, _rounded(3)),
     Column("eval", "eval/greedy_accuracy", 6, _rounded(3), drop=3),
-    Column("reward", "reward/mean", 7, _rounded(3), drop=5),
     Column("gap k3", "gap/k3_kl", 8, small),
     Column("|dlogp|", "gap/abs_logp_diff_mean", 8, small, drop=2),
     Column("scale", "precision/loss_scale", 6, power_of_two, drop=1),
@@ -129,9 +129,13 @@ def precision_table(rows: Iterable[Mapping[str, Any]], title: str) -> Table:
 
 
 class Live:
-    """The screen of one run. Use as a context manager, or call ``close``; ``done`` steps were taken before a resume."""
+    """The screen of one run. Use as a context manager, or call ``close``; ``done`` steps were taken before a resume.
+    ``verdicts``: whether a verifier decides what is correct; else no accuracy is shown."""
 
-    def __init__(self, total_steps: int, *, done: int = 0, console: Console | None = None) -> None:
+    def __init__(
+        self, total_steps: int, *, done: int = 0, verdicts: bool = True, console: Console | None = None
+    ) -> None:
+        self._columns = tuple(column for column in COLUMNS if verdicts or column.metric not in VERDICTS)
         self.console = console or Console(highlight=False)
         self.total_steps = total_steps
         self.terminal = self.console.is_terminal
@@ -189,7 +193,7 @@ class Live:
             self._plain(self._line(step, row))
             return
         game = GAME if any(name.startswith("waltz/") for name in row) else ()
-        columns = fitting((*COLUMNS, *game), self.console.width)
+        columns = fitting((*self._columns, *game), self.console.width)
         if self._rows % _HEADER_EVERY == 0:
             titles = "".join(f"  {column.title:>{column.width}}" for column in columns)
             self.console.print(Text(f"{'step':>{_STEP_WIDTH}}{titles}", style="bold"))
@@ -220,7 +224,7 @@ class Live:
     def _line(self, step: int, row: Mapping[str, Any]) -> str:
         figures = [
             f"{column.title} {column.show(float(row[column.metric]))}"
-            for column in (*COLUMNS, *GAME)
+            for column in (*self._columns, *GAME)
             if isinstance(row.get(column.metric), int | float)
         ]
         return f"step {step}/{self.total_steps}  {'  '.join(figures)}  {self.time_left(step)}"

@@ -44,6 +44,8 @@ LOOP_METRICS: tuple[Metric, ...] = (
     Metric("dynamic/trained", "groups whose rewards differ that were trained on", "count"),
     Metric("reward/verifier_errors", "completions on which the verifier failed (their reward is 0)",
            "count", (0, 0), _OURS),
+    Metric("reward/no_answer_fraction", "completions in which the verifier found no answer to compare / those in which "
+           "it looked for one", "fraction"),
     Metric("reward_part/NAME", "mean over completions without verifier error of what the reward is made of: a term "
            "before its weight, or a number that a reward function returned", "1"),
     Metric("length/mean", "mean response length, the stop token included", "tokens"),

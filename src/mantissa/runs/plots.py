@@ -249,20 +249,22 @@ def _legend(lines: Sequence[Line]) -> tuple[tuple[str, str], ...]:
     return tuple((line.label, line.colour) for line in lines)
 
 
-def learning(rows: Rows, warm_start: Rows) -> Plot:
-    """Accuracy and reward by step, evaluations as points, the warm start to the left of where RL begins."""
-    title = "Reward and accuracy"
-    trained = lines_of(rows, {"reward/accuracy": BLUE, "reward/mean": ORANGE})
+def learning(rows: Rows, warm_start: Rows, verdicts: bool = True) -> Plot:
+    """Accuracy and reward by step, evaluations as points, the warm start to the left of where RL begins; the reward
+    alone where there are no ``verdicts`` of what is correct."""
+    title = "Reward and accuracy" if verdicts else "Reward"
+    trained = lines_of(rows, {"reward/accuracy": BLUE} if verdicts else {})
+    trained += lines_of(rows, {"reward/mean": ORANGE})
     if not trained:
         return Plot(title, "No step has been logged.")
     if len(trained) == 2 and np.array_equal(trained[0].y, trained[1].y):
         both, _ = trained
         trained = [Line("accuracy, also the reward", BLUE, both.x, both.y)]
-    held_out = lines_of(rows, {"eval/greedy_accuracy": GREEN, "eval/avg_at_k": BROWN}, dash=(2, 2))
+    held_out = lines_of(rows, {"eval/greedy_accuracy": GREEN, "eval/avg_at_k": BROWN} if verdicts else {}, dash=(2, 2))
     warm = lines_of(warm_start, {"warm_start/accuracy": PURPLE})
     if not any(map(_seen, (*trained, *held_out, *warm))):
         return Plot(title, "Exactly 0 throughout: no completion was right, and none was rewarded.")
-    note = "Fractions of completions judged correct."
+    note = "Fractions of completions judged correct." if verdicts else "Mean reward of the completions trained on."
     with figure(5.6, 2.9) as drawing:
         axes = drawing.subplots(1, 2, sharey=True, width_ratios=(1, 3)) if warm else [drawing.subplots()]
         main = axes[-1]

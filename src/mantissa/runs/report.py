@@ -20,7 +20,18 @@ from mantissa.base.readers.json import as_json
 from mantissa.runs import page, plots
 from mantissa.runs.directory import RunDirectory, planned_steps
 from mantissa.runs.gap_page import gap_head
-from mantissa.runs.health import Excursion, Health, check, judge, number, sentence, share_sentence, share_text, small
+from mantissa.runs.health import (
+    Excursion,
+    Health,
+    check,
+    decides,
+    judge,
+    number,
+    sentence,
+    share_sentence,
+    share_text,
+    small,
+)
 from mantissa.runs.live import count, duration
 from mantissa.runs.metrics import METRICS, PHASES, ends, recent_rollouts, sequence_log_ratios, series, where_measured
 from mantissa.runs.page import (
@@ -59,7 +70,8 @@ def build_report(run: RunDirectory) -> Path:
     rollouts = recent_rollouts(run)
     config, environment = run.config, run.environment
     excursions = check(rows)
-    learning = plots.learning(rows, warm_start)
+    verdicts = decides(environment)
+    learning = plots.learning(rows, warm_start, verdicts)
     drawn = [
         plots.gap(rows, share_sentence(rows, environment)), plots.ratio_parts(rows), plots.probabilities(rollouts),
         plots.length_drift(rollouts), plots.scaling(rows), plots.time_by_phase(rows), plots.entropy(rows),
@@ -73,14 +85,14 @@ def build_report(run: RunDirectory) -> Path:
         Sentence(_subtitle(rows, config, environment), "sub"),
         _verdict(rows, excursions, config, environment),
         *head,
-        KeyNumbers(_cards(rows)),
+        KeyNumbers(_cards(rows, verdicts)),
         *_game(run, rows),
         *_excursions(excursions),
         *_doctor(run),
         *_precision(environment),
         Heading("Curves"),
         Plots(drawn if head else [learning, *drawn]),
-        *_samples(rollouts),
+        *_samples(rollouts, verdicts),
         Folded("Recipe", [Verbatim(recipe)]),
         Folded("Environment", [Verbatim(where)]),
         Folded("What each metric means", [_glossary(rows)]),
@@ -92,8 +104,9 @@ def build_report(run: RunDirectory) -> Path:
     return run.report_path
 
 
-def _cards(rows: Rows) -> list[tuple[str, str, str]]:
-    return [_accuracy_card(rows), _gap_card(rows), _overflow_card(rows), _time_card(rows)]
+def _cards(rows: Rows, verdicts: bool) -> list[tuple[str, str, str]]:
+    first = _accuracy_card(rows) if verdicts else _reward_card(rows)
+    return [first, _gap_card(rows), _overflow_card(rows), _time_card(rows)]
 
 
 def _subtitle(rows: Rows, config: dict[str, Any], environment: dict[str, Any]) -> str:
@@ -123,7 +136,7 @@ def _verdict(rows: Rows, excursions: Sequence[Excursion], config: dict[str, Any]
     """The banner: the verdict, and what else a person must know before reading on."""
     if not rows:
         return Banner("No step has been finished", (), "watch")
-    judged = judge(rows, excursions)
+    judged = judge(rows, excursions, environment)
     said = [*judged.remarks, *map(_fell, environment.get("fell_back") or ()), *(sentence(f) for f in excursions[:4])]
     if len(excursions) > 4:
         said.append(f"and {len(excursions) - 4} more, below.")
@@ -145,6 +158,18 @@ def _accuracy_card(rows: Rows) -> tuple[str, str, str]:
     of = "step" if share == 1 else f"{share} steps"
     note = f"mean of the first and of the last {of}{greedy}"
     return ("Training accuracy", f"{both[0]:.3f} → {both[1]:.3f}", note)
+
+
+def _reward_card(rows: Rows) -> tuple[str, str, str]:
+    values = series(rows, "reward/mean")[1]
+    both = ends(values)
+    if both is None:
+        return ("Mean reward", "-", "not logged")
+    if values.size == 1:
+        return ("Mean reward", f"{values[0]:.3g}", "of one step's completions")
+    share = min(10, max(1, values.size // 10))
+    of = "step" if share == 1 else f"{share} steps"
+    return ("Mean reward", f"{both[0]:.3g} → {both[1]:.3g}", f"mean of the first and of the last {of}")
 
 
 def _gap_card(rows: Rows) -> tuple[str, str, str]:
@@ -237,8 +262,8 @@ def _game(run: RunDirectory, rows: Rows) -> list[Block]:
         Plots([*drawn, *_of_both(rows, theirs)]),
         Heading("The feedback policy"),
         Sentence(page.joined(("All of it is on ", where, "; accuracy is of its labels.")), "sub"),
-        KeyNumbers(_cards(theirs)),
-        *_samples(recent_rollouts(inner)),
+        KeyNumbers(_cards(theirs, decides(inner.environment))),
+        *_samples(recent_rollouts(inner), decides(inner.environment)),
     ]
 
 
@@ -281,19 +306,33 @@ def _fell(fell: dict[str, Any]) -> str:
     return f"After step {fell['step']} the guard took the run from {fell['was']} {back}. Why: {fell['reasons']}."
 
 
-def _samples(rollouts: Rows) -> list[Block]:
-    """Some completions of the newest step: right ones, wrong ones, and those the verifier failed on."""
+def _samples(rollouts: Rows, verdicts: bool) -> list[Block]:
+    """Some completions of the newest step: right ones, wrong ones, and those the verifier failed on; without verdicts
+    those of the highest and the lowest rewards."""
     if not rollouts:
         return [Heading("Completions"), Sentence("No rollouts were kept.")]
     newest = max(row["step"] for row in rollouts)
     rows = [row for row in rollouts if row["step"] == newest]
     failed = [row for row in rows if row["error"]]
+    if not verdicts:
+        return _by_reward(newest, [row for row in rows if not row["error"]], failed)
     right = [row for row in rows if row["correct"] and not row["error"]]
     wrong = [row for row in rows if not row["correct"] and not row["error"]]
     summary = f"Step {newest}: {len(right)} right, {len(wrong)} wrong"
     summary += f", {len(failed)} on which the verifier failed." if failed else "."
     samples = [_sample(row) for row in (*_spread(right), *_spread(wrong), *failed[:1])]
     return [Heading("Completions"), Sentence(summary, "sub"), Samples(samples)]
+
+
+def _by_reward(step: int, rows: Rows, failed: Rows) -> list[Block]:
+    ranked = sorted(rows, key=lambda row: -row["reward"])
+    half = min(_SAMPLES, (len(ranked) + 1) // 2)
+    summary = f"Step {step}: rewards {ranked[-1]['reward']:g} to {ranked[0]['reward']:g}" if ranked else f"Step {step}"
+    summary += f", {len(failed)} on which the reward function failed." if failed else "."
+    best = [_sample(row, ("healthy", "among the highest")) for row in ranked[:half]]
+    least = [_sample(row, ("watch", "among the lowest")) for row in ranked[half:][-half:]]
+    shown = [*best, *least, *(_sample(row) for row in failed[:1])]
+    return [Heading("Completions"), Sentence(summary, "sub"), Samples(shown)]
 
 
 def _spread(rows: Rows) -> list[dict[str, Any]]:
@@ -306,8 +345,8 @@ def _spread(rows: Rows) -> list[dict[str, Any]]:
     return (distinct + rest)[:_SAMPLES]
 
 
-def _sample(row: dict[str, Any]) -> Sample:
-    mark = ("healthy", "right") if row["correct"] else ("unhealthy", "wrong")
+def _sample(row: dict[str, Any], mark: tuple[str, str] | None = None) -> Sample:
+    mark = mark or (("healthy", "right") if row["correct"] else ("unhealthy", "wrong"))
     mark = ("watch", "verifier failed") if row["error"] else mark
     facts = [
         f"reward {row['reward']:g}",

@@ -5,14 +5,17 @@ that stands in both the training and the held-out set makes the exam worthless. 
 (white space collapsed) before they are split, the split is a property of the prompt and the seed alone (adding rows
 moves no other prompt), and held-out prompts from a file of their own are taken out of the training set.
 
-Rows of jsonl and parquet files come in three schemas, and a row that cannot be read is named, with the reason:
+Rows of jsonl, json and parquet files come in three schemas, and a row that cannot be read is named, with the reason:
 
-- ``plain``: ``problem`` (or ``question``) and ``answer``, which may be a list of one. An answer with ``####`` in it
-  (GSM8K) counts from there on.
+- ``plain``: ``problem``, ``question``, ``prompt``, ``messages`` or ``conversations`` (ShareGPT), the first there is,
+  and ``answer``, ``ground_truth`` or ``solution``, which may be a list of one; or the two columns that ``columns``
+  names. Text or a chat, whose last turn by the assistant is no part of the prompt. An answer with ``####`` in it
+  (GSM8K) counts from there on, a solution (MATH) by its last ``\\boxed{}``; a chat without either by that of its last
+  turn.
 - ``labelled``: ``prompt`` (text) and ``label``, ``unsafe`` or ``benign``: requests to be judged, asked as they stand.
 - ``dapo``: ``prompt`` as a list of ``{role, content}``, ``reward_model.ground_truth``, and ``data_source``.
 
-Other columns are ignored.
+Other columns are kept where a reward function is to see them (``Problem.row``), and else ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import decimal
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -30,9 +33,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from mantissa.base.bounds import boundary, describe_error, regular_file
 from mantissa.base.config import Config
 from mantissa.base.errors import MantissaError
-from mantissa.base.readers.json import ROW, parse_json, read_lines
+from mantissa.base.readers.json import ROW, parse_json, read_json, read_lines
 from mantissa.base.readers.parquet import open_parquet
-from mantissa.tasks.rewards import normalize_answer, verifier_named
+from mantissa.tasks.rewards import last_boxed, normalize_answer, verifier_named
 from mantissa.tasks.types import (
     Message,
     OwnReward,
@@ -51,8 +54,14 @@ from mantissa.tasks.types import (
 
 Schema = Literal["plain", "dapo", "labelled"]
 OnBadRow = Literal["error", "skip"]
-_PROBLEM_COLUMNS = ("problem", "question")
-_COLUMNS = (*_PROBLEM_COLUMNS, "answer", "prompt", "label", "reward_model", "data_source", "ability", "extra_info")
+_BARE = ("problem", "question")  # columns of a text that a template asks; others hold what is asked
+_PROMPTS = (*_BARE, "prompt", "messages", "conversations")
+_CHATS = ("messages", "conversations")
+_ANSWERS = ("answer", "ground_truth", "solution")
+_COLUMNS = (*_PROMPTS, *_ANSWERS, "label", "reward_model", "data_source", "ability", "extra_info")
+_SHAREGPT = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+_LONGEST_PLAIN_SOLUTION = 100  # characters of a solution without a box, which is then the answer itself
+_FORMATS = "a .jsonl, .json or .parquet file"
 _LIMITS = ROW._replace(rows=100_000_000)
 
 
@@ -63,11 +72,18 @@ def _one_or_many(value: Any) -> Any:
 _Files = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
 
 
+class Columns(Config):
+    """Which columns of a file hold what."""
+
+    problem: str = Field(description="The column of what is asked: a text, or a chat.")
+    answer: str = Field(description="The column of the right answer.")
+
+
 class DatasetConfig(Config):
-    """Problems from jsonl or parquet files, in the plain, the labelled or the DAPO schema."""
+    """Problems from jsonl, json or parquet files, in the plain, the labelled or the DAPO schema."""
 
     kind: Literal["dataset"]
-    files: _Files = Field(min_length=1, description="One .jsonl or .parquet file, or several.")
+    files: _Files = Field(min_length=1, description="One .jsonl, .json or .parquet file, or several.")
     heldout_files: _Files = Field(
         (), description="Files whose problems are held out, instead of a fraction of `files`."
     )
@@ -84,10 +100,13 @@ class DatasetConfig(Config):
     )
     reward: OwnReward = None
     row_schema: Schema | None = Field(None, description="Schema of the rows; detected by their columns if null.")
+    columns: Columns | None = Field(
+        None, description="Names of the columns of a plain row, where they have others than the usual ones."
+    )
     template: Annotated[str | None, AfterValidator(with_place)] = Field(
         None,
         description="Prompt of a row of text, with {problem} in it; a plain row asks for steps and a \\boxed{} by "
-        "default, and a labelled one is asked as it stands.",
+        "default where its column is problem or question; others are asked as they stand.",
     )
     chat: bool = Field(
         False, description="Make the prompt of a plain row a user message, for the policy's chat template."
@@ -106,6 +125,8 @@ class DatasetConfig(Config):
     def _consistent(self) -> DatasetConfig:
         if self.heldout_files and self.heldout_fraction is not None:
             raise ValueError("heldout_files and heldout_fraction are both set; one of them would do nothing")
+        if self.columns is not None and self.row_schema not in (None, "plain"):
+            raise ValueError(f"columns does nothing for row_schema {self.row_schema}; leave one of them out")
         uses_own = self.reward is None or any(term.verifier == "task" for term in self.reward)
         if self.verifier is not None and not uses_own:
             raise ValueError("verifier does nothing beside a reward without {verifier: task}; leave it out")
@@ -129,7 +150,8 @@ class Row:
     """A row that was read: the bare problem text or its chat messages, the answer as text, where it comes from.
 
     ``number`` is the row's, as in ``BadRow``. ``ability``, ``style`` and ``index`` are the DAPO schema's, as they stand
-    there; None where a row lacks them. ``asked``: the template where none is given.
+    there; None where a row lacks them. ``asked``: the template where none is given. ``rest``: all columns, as they
+    stand, where they were asked for.
     """
 
     prompt: Prompt
@@ -140,79 +162,107 @@ class Row:
     style: str | None = None
     index: str | None = None
     asked: str | None = None
+    rest: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 class _UnreadableError(ValueError):
     """Why one row cannot be read."""
 
 
-def read_rows(path: Path, schema: Schema | None = None) -> Iterator[Row | BadRow]:
-    """Every row of a ``.jsonl`` or ``.parquet`` file in order, read or reported. ``schema`` None: detected by columns.
+def read_rows(
+    path: Path, schema: Schema | None = None, columns: Columns | None = None, whole: bool = False
+) -> Iterator[Row | BadRow]:
+    """Every row of a ``.jsonl``, ``.json`` or ``.parquet`` file in order, read or reported. ``schema`` None: detected
+    by columns, or plain with the ``columns`` given. ``whole``: with all columns, as ``Row.rest``.
 
     Raises ``MantissaError`` for a missing file, an unknown extension, a file that is not what its extension says, and
     columns of neither schema.
     """
-    with boundary(f"dataset {path}", "expected a .jsonl or .parquet file"):
+    with boundary(f"dataset {path}", f"expected {_FORMATS}"):
         there = regular_file(path)
     if not there:
         what = "a folder" if path.is_dir() else "not there"
-        raise MantissaError(f"dataset {path} is {what}: expected a .jsonl or .parquet file")
-    if path.suffix == ".parquet":
-        yield from _read_parquet(path, schema)
-    elif path.suffix == ".jsonl":
-        yield from _read_jsonl(path, schema)
-    else:
+        raise MantissaError(f"dataset {path} is {what}: expected {_FORMATS}")
+    if path.suffix not in _FILES:
         raise MantissaError(
-            f"dataset {path}: unknown extension {path.suffix!r}: expected .jsonl (one JSON object a line) or .parquet"
+            f"dataset {path}: unknown extension {path.suffix!r}: expected .jsonl (one JSON object a line), .json (a "
+            "list of objects) or .parquet"
         )
+    for number, raw in _FILES[path.suffix](path, schema, columns, whole):
+        if isinstance(raw, BadRow):
+            yield raw
+        elif not isinstance(raw, dict):
+            yield BadRow(str(path), number, f"expected a JSON object, found {type(raw).__name__}")
+        else:
+            schema = schema or _schema_of(list(raw), None, path, columns)
+            row = _row_or_report(raw, schema, path, number, columns)
+            yield replace(row, rest=raw) if whole and isinstance(row, Row) else row
 
 
-def _read_parquet(path: Path, schema: Schema | None) -> Iterator[Row | BadRow]:
+_Rows = Iterator[tuple[int, Any]]
+
+
+def _of_parquet(path: Path, schema: Schema | None, columns: Columns | None, whole: bool) -> _Rows:
     with open_parquet(path, f"dataset {path}: not a readable parquet file") as table:
-        schema = _schema_of(table.columns, schema, path)
-        used = [c for c in _COLUMNS if c in table.columns]
-        for number, raw in enumerate(table.rows(used), start=1):
-            yield _row_or_report(raw, schema, path, number)
+        _schema_of(table.columns, schema, path, columns)  # a file without rows has columns too
+        ours = table.columns if whole else (*_COLUMNS, *(columns.model_dump().values() if columns else ()))
+        yield from enumerate(table.rows([c for c in ours if c in table.columns]), start=1)
 
 
-def _read_jsonl(path: Path, schema: Schema | None) -> Iterator[Row | BadRow]:
+def _of_jsonl(path: Path, *_: Any) -> _Rows:
     for number, line in read_lines(path, _LIMITS):
         try:
             raw = parse_json(line)
         except ValueError as error:
-            yield BadRow(str(path), number, f"not JSON ({describe_error(error)})")
-            continue
-        if not isinstance(raw, dict):
-            yield BadRow(str(path), number, f"expected a JSON object, found {type(raw).__name__}")
-            continue
-        schema = _schema_of(list(raw), schema, path) if schema is None else schema
-        yield _row_or_report(raw, schema, path, number)
+            raw = BadRow(str(path), number, f"not JSON ({describe_error(error)})")
+        yield number, raw
 
 
-def _schema_of(columns: Sequence[str], schema: Schema | None, path: Path) -> Schema:
+def _of_json(path: Path, *_: Any) -> _Rows:
+    rows = read_json(path, "expected a list of objects; objects one a line are a .jsonl file")
+    if not isinstance(rows, list):
+        raise MantissaError(f"dataset {path}: expected a list of objects, found {type(rows).__name__}")
+    yield from enumerate(rows, start=1)
+
+
+_FILES = {".parquet": _of_parquet, ".jsonl": _of_jsonl, ".json": _of_json}
+
+
+def _schema_of(columns: Sequence[str], schema: Schema | None, path: Path, named: Columns | None) -> Schema:
     """The schema that the columns hold, or the one asked for if they hold it."""
+    found = ", ".join(columns) or "(none)"
+    if named is not None:
+        if absent := [name for name in named.model_dump().values() if name not in columns]:
+            raise MantissaError(f"dataset {path}: task.columns names {', '.join(absent)}; its columns are {found}")
+        return "plain"
     held: list[Schema] = []
     if "prompt" in columns and "reward_model" in columns:
         held.append("dapo")
-    if "answer" in columns and any(c in columns for c in _PROBLEM_COLUMNS):
+    answered = any(c in columns for c in _ANSWERS)
+    if answered and any(c in columns for c in _BARE):
         held.append("plain")
     if "prompt" in columns and "label" in columns:
         held.append("labelled")
+    chats = any(c in columns for c in _CHATS)
+    if "plain" not in held and (chats or (answered and "prompt" in columns)):
+        held.append("plain")
     if schema in held or (schema is None and held):
         return schema or held[0]
     needed = {
-        "plain": "'problem' (or 'question') and 'answer'",
+        "plain": "'problem' (or 'question', 'prompt', 'messages') and 'answer' (or 'ground_truth', 'solution')",
         "dapo": "'prompt' and 'reward_model'",
         "labelled": "'prompt' and 'label'",
     }
-    found = ", ".join(columns) or "(none)"
     if schema is None:
-        raise MantissaError(f"dataset {path}: columns {found} fit no schema: expected {', or '.join(needed.values())}")
+        expected = f"expected {', or '.join(needed.values())}, or names of columns in task.columns"
+        raise MantissaError(f"dataset {path}: columns {found} fit no schema: {expected}")
     raise MantissaError(f"dataset {path}: schema {schema} needs columns {needed[schema]}, found {found}")
 
 
-def _row_or_report(raw: Mapping[str, Any], schema: Schema, path: Path, number: int) -> Row | BadRow:
+def _row_or_report(raw: Any, schema: Schema, path: Path, number: int, columns: Columns | None) -> Row | BadRow:
     try:
+        if schema == "plain":
+            return _plain_row(raw, path, number, columns)
         return _READERS[schema](raw, path, number)
     except _UnreadableError as error:
         return BadRow(str(path), number, str(error))
@@ -220,9 +270,49 @@ def _row_or_report(raw: Mapping[str, Any], schema: Schema, path: Path, number: i
         return BadRow(str(path), number, describe_error(error))
 
 
-def _plain_row(raw: Mapping[str, Any], path: Path, number: int) -> Row:
-    column = next((c for c in _PROBLEM_COLUMNS if c in raw), _PROBLEM_COLUMNS[0])
-    return Row(_text(raw.get(column), column), _answer(raw.get("answer"), "answer"), path.stem, number)
+def _plain_row(raw: Mapping[str, Any], path: Path, number: int, named: Columns | None = None) -> Row:
+    column = named.problem if named else next((c for c in _PROMPTS if c in raw), _PROMPTS[0])
+    asked = None if named or column in _BARE else "{problem}"
+    value = raw.get(column)
+    if not isinstance(value, list) and column not in _CHATS:
+        return Row(_text(value, column), _right(raw, named), path.stem, number, asked=asked)
+    turns = _chat(value, column)
+    question = turns[:-1] if turns[-1].role == "assistant" else turns
+    if not question:
+        raise _UnreadableError(f"'{column}' is an answer alone: expected a turn of the user before it")
+    answered = turns if question is not turns else ()
+    return Row(question, _right(raw, named, answered), path.stem, number)
+
+
+def _right(raw: Mapping[str, Any], named: Columns | None, turns: Sequence[Message] = ()) -> str:
+    """The answer: its column's, else of the last of ``turns``."""
+    column = named.answer if named else next((c for c in _ANSWERS if c in raw), None)
+    if column is None:
+        return _solution(turns[-1].content, "the last turn") if turns else _answer(None, "answer")
+    value = raw.get(column)
+    return _solution(value, column) if column == "solution" and isinstance(value, str) else _answer(value, column)
+
+
+def _solution(text: str, column: str) -> str:
+    """What a worked solution comes to."""
+    if (boxed := last_boxed(text)) is not None:
+        return _answer(boxed, column)
+    if "####" in text or len(text) <= _LONGEST_PLAIN_SOLUTION:
+        return _answer(text.strip().strip("$"), column)
+    raise _UnreadableError(f"'{column}' has no \\boxed{{}} and no ####, and is too long to be an answer itself")
+
+
+def _chat(value: Any, column: str) -> tuple[Message, ...]:
+    if not isinstance(value, list) or not value:
+        raise _UnreadableError(f"'{column}' is {_describe(value)}: expected a list of messages")
+    return tuple(_message(_of_sharegpt(turn), column) for turn in value)
+
+
+def _of_sharegpt(turn: Any) -> Any:
+    """A turn of ``from`` and ``value`` as one of ``role`` and ``content``."""
+    if not isinstance(turn, dict) or "from" not in turn:
+        return turn
+    return {"role": _SHAREGPT.get(turn["from"], turn["from"]), "content": turn.get("value")}
 
 
 def _labelled_row(raw: Mapping[str, Any], path: Path, number: int) -> Row:
@@ -233,16 +323,14 @@ def _labelled_row(raw: Mapping[str, Any], path: Path, number: int) -> Row:
 
 
 def _dapo_row(raw: Mapping[str, Any], path: Path, number: int) -> Row:
-    messages = raw.get("prompt")
-    if not isinstance(messages, list) or not messages:
-        raise _UnreadableError(f"'prompt' is {_describe(messages)}: expected a list of messages")
+    messages = _chat(raw.get("prompt"), "prompt")
     reward_model = raw.get("reward_model")
     if not isinstance(reward_model, dict):
         raise _UnreadableError(f"'reward_model' is {_describe(reward_model)}: expected an object with 'ground_truth'")
     answer = _answer(reward_model.get("ground_truth"), "reward_model.ground_truth")
     extra = raw.get("extra_info")
     return Row(
-        tuple(_message(m) for m in messages),
+        messages,
         answer,
         str(raw.get("data_source") or path.stem),
         number,
@@ -252,17 +340,17 @@ def _dapo_row(raw: Mapping[str, Any], path: Path, number: int) -> Row:
     )
 
 
-_READERS = {"plain": _plain_row, "dapo": _dapo_row, "labelled": _labelled_row}
+_READERS = {"dapo": _dapo_row, "labelled": _labelled_row}
 
 
 def _named(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def _message(raw: Any) -> Message:
+def _message(raw: Any, column: str) -> Message:
     if not isinstance(raw, dict):
         raise _UnreadableError(
-            f"a message of 'prompt' is {_describe(raw)}: expected an object with 'role' and 'content'"
+            f"a message of '{column}' is {_describe(raw)}: expected an object with 'role' and 'content'"
         )
     if raw.get("role") not in get_args(Role):
         expected = f"expected one of {', '.join(get_args(Role))}"
@@ -330,19 +418,27 @@ def read_problems(
     template: str | None = None,
     chat: bool = False,
     on_bad_row: OnBadRow = "error",
+    columns: Columns | None = None,
 ) -> tuple[list[Problem], DatasetSummary]:
     """The distinct problems of ``files`` in file order, and the account of what was dropped.
 
     ``template``: the prompt of a plain row, with ``{problem}`` where its text goes; None is ``DEFAULT_TEMPLATE``.
-    ``chat``: make it one user message instead of plain text. Rows of the DAPO schema bring their own messages, so both
-    are errors there. ``on_bad_row``: ``error`` raises, naming the first; ``skip`` counts and lists them in the summary.
+    ``chat``: make it one user message instead of plain text. Rows that are chats bring their own messages, so both
+    are errors there. ``columns``: of plain rows with other names. ``on_bad_row``: ``error`` raises, naming the first;
+    ``skip`` counts and lists them in the summary.
     """
-    kept, summary = _read(files, schema, template, chat, on_bad_row)
+    kept, summary = _read(files, schema, template, chat, on_bad_row, columns)
     return list(kept.values()), summary
 
 
 def _read(
-    files: Sequence[str | Path], schema: Schema | None, template: str | None, chat: bool, on_bad_row: OnBadRow
+    files: Sequence[str | Path],
+    schema: Schema | None,
+    template: str | None,
+    chat: bool,
+    on_bad_row: OnBadRow,
+    columns: Columns | None = None,
+    whole: bool = False,
 ) -> tuple[dict[str, Problem], DatasetSummary]:
     """``read_problems``, with each problem under its key: the text of its prompt before any template."""
     with_place(template)
@@ -350,10 +446,10 @@ def _read(
     keys: dict[object, str] = {}  # prompt as read -> its key: repeated rows, the most of a large file, cost a look-up
     bad_rows: list[BadRow] = []
     rows = conflicting = 0
-    with boundary("dataset", "expected the path of a .jsonl or .parquet file"):
+    with boundary("dataset", f"expected the path of {_FORMATS}"):
         paths = [Path(f).expanduser() for f in files]
     for path in paths:
-        for row in read_rows(path, schema):
+        for row in read_rows(path, schema, columns, whole):
             rows += 1
             if isinstance(row, BadRow):
                 bad_rows.append(row)
@@ -387,10 +483,9 @@ def _problem(row: Row, key: str, template: str | None, chat: bool, path: Path) -
         prompt = as_prompt(prompt.strip(), (Message("user", asked),) if chat else asked)
     elif template is not None or chat:
         raise MantissaError(
-            f"dataset {path}: its rows are chat messages (DAPO schema), where template and chat do nothing; "
-            "leave them out"
+            f"dataset {path}: its rows are chat messages, where template and chat do nothing; leave them out"
         )
-    return Problem(stable_id(row.source, key), prompt, row.answer, row.source)
+    return Problem(stable_id(row.source, key), prompt, row.answer, row.source, row=row.rest)
 
 
 class DatasetTask(Task):
@@ -406,13 +501,16 @@ class DatasetTask(Task):
     def __init__(self, config: DatasetConfig, seed: int):
         self.verifier = verifier_named(config.verifier or "math_verify")
         self.heldout_summary: DatasetSummary | None = None
-        how = (config.row_schema, config.template, config.chat, config.on_bad_row)
+        of_ones_own = any(term.function is not None for term in config.reward or ())
+        how = (config.row_schema, config.template, config.chat, config.on_bad_row, config.columns, of_ones_own)
         problems, self.summary = _read(config.files, *how)
         if config.heldout_files:
             heldout, self.heldout_summary = _read(config.heldout_files, *how)
         else:
             fraction = DEFAULT_HELDOUT_FRACTION if config.heldout_fraction is None else config.heldout_fraction
-            heldout = {key: problem for key, problem in problems.items() if _share(seed, key) < fraction}
+            shares = {key: _share(seed, key) for key in problems}
+            least = min(shares.values())  # of a small file at least one, where some are to be held out
+            heldout = {key: problems[key] for key, x in shares.items() if x < fraction or (fraction and x == least)}
         train = [problem for key, problem in problems.items() if key not in heldout]
         read = [self.summary, *([self.heldout_summary] if self.heldout_summary else [])]
         self.notes = tuple(f"dataset {summary.describe()}" for summary in read)

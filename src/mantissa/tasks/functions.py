@@ -55,11 +55,17 @@ def leading(problem: Problem, completion: str) -> float:
 
 @dataclass(frozen=True)
 class FunctionVerifier(UnboundedVerifier):
-    """The function at ``reference``, as a verifier. ``batch_size``: samples a call of a batched one; None is 64."""
+    """The function at ``reference``, as a verifier. ``batch_size``: samples a call of a batched one; None is 64.
+    ``verdict``: whether the recipe says that it decides what is correct."""
 
     reference: str
     correct_at: float = 1.0
     batch_size: int | None = None
+    verdict: bool = False
+
+    @property
+    def decides(self) -> bool:
+        return self.verdict
 
     def prepare(self) -> None:
         """Import the function; what prevents that is the user's to mend."""

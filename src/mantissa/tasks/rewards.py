@@ -12,8 +12,9 @@ is one symbol (``x=5``, not the ``a=1,`` of ``a=1,b=5``), and numbers lose leadi
 name          an answer is right where                                                 rewards   isolated
 ============  =======================================================================  ========  ========
 exact         the stripped completion is the answer, or the same plain number          0, 1      no
-math_verify   its last ``\boxed{}`` is mathematically equal (sympy decides); without   0, 1      yes
-              a box, the expression found in its last 300 characters
+math_verify   its last ``\boxed{}`` or ``<answer>...</answer>`` is mathematically      0, 1      yes
+              equal (sympy decides); without either, the expression found in its last
+              300 characters
 dapo          in the last 300 characters the last ``Answer: ...`` is the answer        -1, 1     no
               after normalisation
 dapo_strict   in the last 100 characters the last ``\boxed{}`` is the answer after     -1, 1     no
@@ -34,7 +35,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
@@ -44,6 +45,8 @@ from mantissa.tasks.functions import FunctionVerifier
 from mantissa.tasks.types import Problem, Reward, RewardTerm, UnboundedVerifier, Verifier, describe
 
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+_TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_LETTER = re.compile(r"\(?([A-Za-z])[).:]?|\\text\{\(?([A-Za-z])[).]?\}")
 _NUMBER = re.compile(r"([+-]?)([0-9]*)(?:\.([0-9]*))?")
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
 _UNITS = (
@@ -110,6 +113,20 @@ def last_boxed(text: str) -> str | None:
     return content
 
 
+def stated_answer(text: str) -> str | None:
+    r"""What the last complete ``\boxed{...}`` or ``<answer>...</answer>`` holds, as R1's prompts ask for the latter;
+    None where there is neither. Of a tag that holds a box, the box's."""
+    tag = None
+    for tag in _TAGGED.finditer(text):  # noqa: B007 - the last one
+        pass
+    if tag is None:
+        return last_boxed(text)
+    for part in (text[tag.end() :], tag[1]):
+        if (boxed := last_boxed(part)) is not None:
+            return boxed
+    return tag[1].strip()
+
+
 def plain_number(text: str) -> str | None:
     """A plain decimal number in one spelling (``025`` and ``25.0`` give ``25``); None where ``text`` is not one."""
     text = text.strip()
@@ -165,15 +182,17 @@ class Dapo(Verifier):
         else:
             found = _ANSWER_LINE.findall(completion[-TAIL_CHARACTERS:])
             got = found[-1] if found else None
-        return self.judged(got is not None and normalize_answer(got) == normalize_answer(problem.answer))
+        right = got is not None and normalize_answer(got) == normalize_answer(problem.answer)
+        return replace(self.judged(right), found=got is not None)
 
 
 @dataclass(frozen=True)
 class MathVerify(Verifier):
     r"""Mathematical equality by the math-verify library: ``\frac{1}{2}`` is ``0.5``, ``1,-2`` is ``-2,1``.
 
-    Only the last complete ``\boxed{}`` counts where there is one: the library would join several boxes into a set,
-    which a policy learns to exploit. Raises ``ValueError`` for a ground truth that the library cannot read.
+    Only the last complete ``\boxed{}`` or ``<answer></answer>`` counts where there is one: the library would join
+    several boxes into a set, which a policy learns to exploit. Raises ``ValueError`` for a ground truth
+    that the library cannot read.
     """
 
     isolated: ClassVar[bool] = True
@@ -184,21 +203,36 @@ class MathVerify(Verifier):
             raise RuntimeError("math-verify cannot tell 1/2 = 0.5 from 1/2 = 0.6; reinstall math-verify[antlr4-13-2]")
 
     def __call__(self, problem: Problem, completion: str) -> Reward:
-        boxed = last_boxed(completion)
-        if boxed is None:
-            return self.judged(math_equal(problem.answer, completion[-TAIL_CHARACTERS:]))
-        if len(boxed) > MAX_ANSWER_CHARACTERS:
-            return self.judged(False)
-        if "".join(boxed.split()) == "".join(problem.answer.split()) != "":  # also 05:00, which sympy cannot read
-            return self.judged(True)
-        return self.judged(math_equal(problem.answer, f"\\boxed{{{boxed}}}"))
+        stated = stated_answer(completion)
+        if stated is None:
+            right, read = _compared(problem.answer, completion[-TAIL_CHARACTERS:])
+            return replace(self.judged(right), found=read)
+        return replace(self.judged(_agree(problem.answer, stated)), found=True)
+
+
+def _agree(answer: str, stated: str) -> bool:
+    if len(stated) > MAX_ANSWER_CHARACTERS:
+        return False
+    if "".join(stated.split()) == "".join(answer.split()) != "":  # also 05:00, which sympy cannot read
+        return True
+    if letter := _LETTER.fullmatch(answer.strip()):  # a choice: no variable in it
+        chosen = _LETTER.fullmatch(stated.strip())
+        return chosen is not None and (chosen[1] or chosen[2]) == (letter[1] or letter[2])
+    degrees = stated.replace("°", "^{\\circ}")
+    return math_equal(answer, f"\\boxed{{{degrees}}}")
 
 
 def math_equal(answer: str, text: str) -> bool:
     """True where the expression that math-verify finds in ``text`` equals ``answer`` (LaTeX without delimiters)."""
+    return _compared(answer, text)[0]
+
+
+def _compared(answer: str, text: str) -> tuple[bool, bool]:
+    """Whether the expression found in ``text`` equals ``answer``, and whether one was found."""
     parse, verify = _library()
     # None switches the library's time limits off. It reports what it cannot parse as an empty list: a wrong answer.
-    return bool(verify(_parsed_truth(answer), parse(text, parsing_timeout=None), timeout_seconds=None))
+    found = parse(text, parsing_timeout=None)
+    return bool(verify(_parsed_truth(answer), found, timeout_seconds=None)), bool(found)
 
 
 @lru_cache(maxsize=4096)
@@ -277,6 +311,11 @@ class WeightedSum(UnboundedVerifier):
         return min((term.verifier.chunk for term in self.terms if term.verifier.chunk > 1), default=1)
 
     @property
+    def decides(self) -> bool:
+        """Whether all terms that decide give verdicts."""
+        return all(term.verifier.decides for term in self.terms if term.decides)
+
+    @property
     def failure(self) -> float:
         return math.fsum(term.weight * term.verifier.failure for term in self.terms)
 
@@ -295,7 +334,9 @@ class WeightedSum(UnboundedVerifier):
             parts |= {f"{term.name}/{key}": value for key, value in reward.parts.items()}
         value = math.fsum(term.weight * reward.value for term, reward in pairs)
         right = all(reward.correct for term, reward in pairs if term.decides)
-        return Reward(value, right, parts=parts, terms=tuple((reward.value, term.weight) for term, reward in pairs))
+        found = [reward.found for reward in rewards if reward.found is not None]
+        values = tuple((reward.value, term.weight) for term, reward in pairs)
+        return Reward(value, right, parts=parts, terms=values, found=any(found) if found else None)
 
 
 def _graded(term: Term, samples: Sequence[tuple[Problem, str]]) -> list[Reward]:
@@ -314,6 +355,7 @@ def weighted(terms: Sequence[RewardTerm], own: Verifier) -> Verifier:
 
 def _verifier(term: RewardTerm, own: Verifier) -> Verifier:
     if term.function is not None:
-        return FunctionVerifier(term.function, 1.0 if term.correct_at is None else term.correct_at, term.batch_size)
+        correct_at, chosen = (1.0, False) if term.correct_at is None else (term.correct_at, True)
+        return FunctionVerifier(term.function, correct_at, term.batch_size, verdict=term.decides or chosen)
     assert term.verifier is not None  # the configuration's own check
     return own if term.verifier == "task" else verifier_named(term.verifier)

@@ -67,6 +67,7 @@ class Problem:
     ``id``: stable across runs and unique within the task. ``prompt``: plain text, or chat messages for the policy's
     chat template. ``answer``: what the verifier compares with. ``source``: where the problem comes from, for metrics by
     source. ``solution``: a completion that earns the highest reward, for supervised warm start; None where unknown.
+    ``row``: the columns of its row of a file, for a reward function; empty where no function grades.
     """
 
     id: str
@@ -74,6 +75,7 @@ class Problem:
     answer: str
     source: str
     solution: str | None = None
+    row: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class Reward:
     ``error`` is set where the verifier raised, died or ran out of time: ``value`` is then the verifier's ``failure``,
     and whoever logs the step counts it, since it says nothing about the completion. ``parts``: finite numbers by name
     that the reward was made of, for the log. ``terms``: value and weight of each summand, where the reward is a sum of
-    several; the same ones in every reward of a task.
+    several; the same ones in every reward of a task. ``found``: whether the verifier found an answer to compare; None
+    where it looks for none.
     """
 
     value: float
@@ -91,6 +94,7 @@ class Reward:
     error: str | None = None
     parts: Mapping[str, float] = field(default_factory=dict, hash=False)
     terms: tuple[tuple[float, float], ...] = ()
+    found: bool | None = None
 
 
 class Verifier(ABC):
@@ -118,6 +122,12 @@ class Verifier(ABC):
     @property
     def chunk(self) -> int:
         return 1
+
+    @property
+    def decides(self) -> bool:
+        """Whether ``Reward.correct`` is a verdict; False where it is a number of any meaning, held against a bound
+        that nobody chose."""
+        return True
 
     @property
     def failure(self) -> float:
@@ -271,7 +281,7 @@ class RewardTerm(Config):
     decides: bool = Field(
         False,
         description="Completions are correct where all terms with this say so; where no term has it, the first "
-        "verifier decides, or else the first function.",
+        "verifier decides, or else the first function. A function's accuracy is shown where it has this or correct_at.",
     )
     correct_at: float | None = Field(
         None, description="A function's number means correct from here on; 1 where not given."

@@ -318,8 +318,7 @@ class OptimizerStep:
             incurable = beyond or not repeatable or self.scaler.at_floor or self._loss_is_lost(loss)
             self.scaler.overflowed()
             given_up = overflows > self.scaler.config.retries or incurable
-            what = f"overflow at loss scale {scale:g}: the batch is {'given up' if given_up else 'repeated'}"
-            self._log(self.given_up_level if given_up else logging.INFO, f"{what}, the scale now {self.scaler.scale:g}")
+            self._log(self.given_up_level if given_up else logging.INFO, self._what_overflowed(scale, given_up, loss))
             if given_up:
                 self.optimizer.zero_grad(set_to_none=True)
                 self.skipped += 1
@@ -331,6 +330,17 @@ class OptimizerStep:
             self._log(logging.INFO, f"loss scale {scale:g}, now {self.scaler.scale:g}")
         kind: Literal["stepped", "retried"] = "retried" if overflows else "stepped"
         return StepOutcome(kind, overflows, norm, scale, fraction, lr, loss, clipped)
+
+    def _what_overflowed(self, scale: float, given_up: bool, loss: Tensor | None) -> str:
+        """A batch without finite gradients, in words: an overflow at a scale, or what no scale is to blame for."""
+        fate = f"the batch is {'given up' if given_up else 'repeated'}"
+        if loss is not None and not bool(loss.isfinite().all()):
+            said = f"the loss is not finite ({'NaN' if bool(loss.isnan().any()) else 'infinite'}): {fate}"
+        elif scale == 1 and self.scaler.scale == 1:
+            said = f"a gradient is not finite: {fate}"
+        else:
+            said = f"overflow at loss scale {scale:g}: {fate}"
+        return said if self.scaler.scale == scale else f"{said}, the scale now {self.scaler.scale:g}"
 
     def _gradients(self) -> list[Tensor]:
         """The gradients that are there; of a sparse one, entries for one place are added up: their sum may overflow."""

@@ -145,6 +145,8 @@ def sample_metrics(samples: Sequence[Sample], rewards: Sequence[Reward], config:
         "rollout/tokens": sum(lengths),
     }
     metrics |= _reward_parts(rewards)
+    if looked := [reward.found for reward in rewards if reward.found is not None]:
+        metrics["reward/no_answer_fraction"] = looked.count(False) / len(looked)
     if config.overlong is not None:
         penalties = [overlong_penalty(length, config.max_tokens, config.overlong) for length in lengths]
         metrics["reward/overlong_penalty"] = sum(penalties) / len(penalties)
@@ -181,7 +183,7 @@ def pack(batches: Iterable[Batch]) -> tuple[dict[str, Tensor], list[dict[str, An
                 "indices": list(batch.indices),
                 "finish_reasons": reasons,
                 "keys": keys,
-                "rewards": [[r.value, r.correct, r.error, dict(r.parts), r.terms] for r in batch.rewards],
+                "rewards": [[r.value, r.correct, r.error, dict(r.parts), r.terms, r.found] for r in batch.rewards],
                 "metrics": dict(batch.metrics),
             }
         )
@@ -252,9 +254,16 @@ def _one_unpacked(
     return Batch(step, version, position, indices, samples, rewards, state["metrics"], {})
 
 
-def _reward(value: float, correct: bool, error: str | None, parts: dict[str, float], terms: Any = ()) -> Reward:
-    """A reward as a checkpoint holds it; those of earlier versions hold no terms."""
-    return Reward(value, correct, error, parts, tuple((float(term), float(weight)) for term, weight in terms))
+def _reward(
+    value: float,
+    correct: bool,
+    error: str | None,
+    parts: dict[str, float],
+    terms: Any = (),
+    found: bool | None = None,
+) -> Reward:
+    """A reward as a checkpoint holds it; those of earlier versions lack the terms and what was found."""
+    return Reward(value, correct, error, parts, tuple((float(term), float(weight)) for term, weight in terms), found)
 
 
 _ROUTES = {"experts": torch.int16, "expert_weights": torch.float32}  # as a checkpoint names them
