@@ -1,8 +1,8 @@
 """Faults put into real jobs, and what the doctor says of the log that each leaves.
 
-The expectations below were committed before the doctor read any of these logs (four healthy jobs of a run that broke off
-had run by then, and were run anew). A TRL job that samples by itself logs no gap, so of most
-faults its log shows what comes after (rewards, entropy, grad-norms) and of some nothing.
+The expectations below were committed before the doctor read any of these logs; four healthy jobs of a run that broke
+had run by then, and were run anew. A TRL job that samples by itself logs no gap, so of most faults its log shows what
+comes after (rewards, entropy, grad-norms) and of some nothing.
 """
 
 from __future__ import annotations
