@@ -50,9 +50,11 @@ def judged(name: str, folder: Path) -> Row:
 
     found = examine_log(read_log(folder / name / "trainer_state.json"))
     expected, fault = EXPECTED[name], found.fault.name if found.fault else ""
+    beside = [each.name for each in found.findings if each.found and each not in (found.fault, found.second)]
     held = fault in expected.faults if expected.faults else not fault
     return {"job": name, "healthy": name.startswith("healthy"), "expected": sorted(expected.faults),
             "why": expected.why, "fault": fault, "second": found.second.name if found.second else "",
+        "beside": beside,
             "verdict": found.verdict.value, "held": held, "headline": found.headline,
             "log_steps": found.figures["steps"]}  # fmt: skip
 
