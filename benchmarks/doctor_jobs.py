@@ -60,16 +60,16 @@ def judged(name: str, folder: Path) -> Row:
 
 
 @case()
-def doctor_jobs(folder: Path, when: str = "first", steps: int = 40, again: bool = False) -> Rows:
+def doctor_jobs(folder: Path, when: str = "first", steps: int = 40, more: int = 0, again: bool = False) -> Rows:
     """Faults put into real TRL jobs on a CPU, and what the doctor says of their logs.
 
         doctor_jobs FOLDER                        # runs the jobs in .venv-trl, then reads what they left
         doctor_jobs FOLDER --again --when mended  # reads the logs of FOLDER once more
 
-    ``when``: which look this is, in the rows.
+    ``more``: added to every seed, for jobs that no mend has seen. ``when``: which look this is, in the rows.
     """
     if not again:
-        words = [str(PYTHON), str(HERE / "doctor_jobs_trl.py"), str(folder), "--steps", str(steps)]
+        words = [str(PYTHON), str(HERE / "doctor_jobs_trl.py"), str(folder), "--steps", str(steps), "--more", str(more)]
         environment = {
             "PATH": "/usr/bin:/bin",
             "HF_HUB_OFFLINE": "1",

@@ -135,9 +135,9 @@ class Watch(transformers.TrainerCallback):
         state.save_to_json(str(self.folder / "trainer_state.json"))
 
 
-def run(name: str, policy: Path, words: Any, folder: Path, steps: int) -> str:
+def run(name: str, policy: Path, words: Any, folder: Path, steps: int, more: int) -> str:
     """How the job of the policy in a folder ended."""
-    job, draw = JOBS[name], random.Random(name)
+    job, draw = JOBS[name], random.Random(f"{name}{more or str()}")
     folder.mkdir(parents=True, exist_ok=True)
     pairs = [problem(draw) for _ in range(512)]
     common: dict[str, Any] = {
@@ -148,7 +148,7 @@ def run(name: str, policy: Path, words: Any, folder: Path, steps: int) -> str:
     }  # fmt: skip
     watch = Watch(folder, job.at)
     model = transformers.AutoModelForCausalLM.from_pretrained(policy, dtype=job.dtype)
-    config = trl.GRPOConfig(**common | dict(job.settings))
+    config = trl.GRPOConfig(**common | dict(job.settings) | {"seed": job.settings["seed"] + more})
     trainer = trl.GRPOTrainer(
         model=model, reward_funcs=[right], args=config,
         train_dataset=datasets.Dataset.from_dict({"prompt": [p for p, _ in pairs], "answer": [a for _, a in pairs]}),
@@ -167,6 +167,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--jobs", nargs="*", choices=JOBS, default=list(JOBS))
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--more", type=int, default=0, help="added to every seed")
     given = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -177,7 +178,7 @@ def main() -> None:
     ends = given.folder / "ends.json"
     for name in given.jobs:
         policy = given.folder / ("trained" if JOBS[name].trained else "random")
-        end = run(name, policy, words, given.folder / name, given.steps)
+        end = run(name, policy, words, given.folder / name, given.steps, given.more)
         before = json.loads(ends.read_text()) if ends.exists() else {}
         about = {"end": end, "trl": trl.__version__, "transformers": transformers.__version__}
         ends.write_text(json.dumps(before | {name: about}, indent=1))

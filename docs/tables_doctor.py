@@ -172,20 +172,28 @@ def _said(row: Row) -> str:
 
 def doctor_jobs() -> str:
     """What was expected of each real job's log, and what each look said."""
-    looks = {"first": list[Row](), "mended": list[Row]()}
+    looks = {look: list[Row]() for look in ("first", "mended", "other seeds")}
     for row in _rows("doctor_jobs"):
         looks[row["look"]].append(row)
-    after = {row["job"]: row for row in looks["mended"]}
+    after, fresh = ({row["job"]: row for row in looks[look]} for look in ("mended", "other seeds"))
     healthy = [row for row in looks["first"] if row["healthy"]]
     counts = [f"{sum(not each['fault'] for each in rows)} of {len(rows)}"
-              for rows in (healthy, [after[row["job"]] for row in healthy])]  # fmt: skip
-    lines = [[f"{len(healthy)} healthy", "no fault", f"none in {counts[0]}", "yes", f"none in {counts[1]}"]]
+              for rows in (healthy, *([each[row["job"]] for row in healthy] for each in (after, fresh)))]  # fmt: skip
+    lines = [
+        [
+            f"{len(healthy)} healthy",
+            "no fault",
+            f"none in {counts[0]}",
+            "yes",
+            *(f"none in {each}" for each in counts[1:]),
+        ]
+    ]
     for row in looks["first"]:
         if not row["healthy"]:
             expected = " or ".join(f"`{each}`" for each in row["expected"]) or "no fault"
-            said, then = (_said(each) for each in (row, after[row["job"]]))
-            lines.append([row["job"], expected, said, "yes" if row["held"] else "**no**", then])
-    return table(["job", "expected", "said first", "held", "said when mended"], lines)
+            said, *then = (_said(each) for each in (row, after[row["job"]], fresh[row["job"]]))
+            lines.append([row["job"], expected, said, "yes" if row["held"] else "**no**", *then])
+    return table(["job", "expected", "said first", "held", "said when mended", "of other seeds"], lines)
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
