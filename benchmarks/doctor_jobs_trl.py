@@ -137,7 +137,7 @@ class Watch(transformers.TrainerCallback):
 
 def run(name: str, policy: Path, words: Any, folder: Path, steps: int, more: int) -> str:
     """How the job of the policy in a folder ended."""
-    job, draw = JOBS[name], random.Random(f"{name}{more or str()}")
+    job, draw = JOBS[name], random.Random(f"{name}{more or ''}")
     folder.mkdir(parents=True, exist_ok=True)
     pairs = [problem(draw) for _ in range(512)]
     common: dict[str, Any] = {
