@@ -165,6 +165,37 @@ def doctor_healthy() -> str:
                   "halves not known", "halves wrong"], lines)  # fmt: skip
 
 
+def _said(row: Row) -> str:
+    beside = ", ".join(f"`{each}`" for each in row.get("beside", ()))
+    return f"`{row['fault']}`" if row["fault"] else f"no fault{f'; beside it {beside}' if beside else ''}"
+
+
+def doctor_jobs() -> str:
+    """What was expected of each real job's log, and what each look said."""
+    looks = {look: list[Row]() for look in ("first", "mended", "other seeds")}
+    for row in _rows("doctor_jobs"):
+        looks[row["look"]].append(row)
+    after, fresh = ({row["job"]: row for row in looks[look]} for look in ("mended", "other seeds"))
+    healthy = [row for row in looks["first"] if row["healthy"]]
+    counts = [f"{sum(not each['fault'] for each in rows)} of {len(rows)}"
+              for rows in (healthy, *([each[row["job"]] for row in healthy] for each in (after, fresh)))]  # fmt: skip
+    lines = [
+        [
+            f"{len(healthy)} healthy",
+            "no fault",
+            f"none in {counts[0]}",
+            "yes",
+            *(f"none in {each}" for each in counts[1:]),
+        ]
+    ]
+    for row in looks["first"]:
+        if not row["healthy"]:
+            expected = " or ".join(f"`{each}`" for each in row["expected"]) or "no fault"
+            said, *then = (_said(each) for each in (row, after[row["job"]], fresh[row["job"]]))
+            lines.append([row["job"], expected, said, "yes" if row["held"] else "**no**", *then])
+    return table(["job", "expected", "said first", "held", "said when mended", "of other seeds"], lines)
+
+
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "doctor.md": {
         "doctor_signatures": doctor_signatures,
@@ -176,5 +207,6 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "doctor_held_out": doctor_held_out,
         "doctor_partial": doctor_partial,
         "doctor_healthy": doctor_healthy,
+        "doctor_jobs": doctor_jobs,
     },
 }

@@ -47,7 +47,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 NEEDS = {"gpu_exact": "triton", "moments_step": "torchao", "rollout_vs_generate": "transformers"}
 ELSEWHERE = {  # tests of their own; of a real model's size; or what scripts share
-    "first_use",
+    "first_use", "doctor_jobs_trl",
     "demo_runs", "final_policy", "gpu", "gpu_sizes", "rl_step", "rl_step_vs_trl", "run_all", "tables", "trl_step",
     "rl_problem", "rows", "steps", "workers", "decode_pretrained", "exact_logprobs", "gap", "emulated",
     "doctor_faults", "substitution", "tune", "waltz", "soak", "soak_job", "soak_load",
@@ -59,7 +59,7 @@ ELSEWHERE = {  # tests of their own; of a real model's size; or what scripts sha
 # Cases that want a policy, and get one of the smallest kind; and those of what no test has here: another's environment,
 # a network, a real model's size. Some have tests of their own below.
 OF_A_MODEL = {"doctor_confusion"}
-NOT_HERE = {"doctor_healthy", "doctor_hands"}
+NOT_HERE = {"doctor_healthy", "doctor_hands", "doctor_jobs"}
 
 
 def run_case(folder: Path, *words: str, code: int = 0) -> str:

@@ -41,6 +41,8 @@ _WINDOW = 21  # steps of the level around
 _COLLAPSED, _LITTLE_ENTROPY = 0.1, 0.05  # of the first quarter's; nats
 _NO_SIGNAL = 0.9  # of the groups, or of the steps
 _CLIPPED = 0.3  # of the tokens
+_NO_ENTROPY = 1e-3  # nats, from the first quarter to the last: nothing is drawn
+_TRUNCATED = 0.9  # of the answers
 _FELL = 16.0  # times, a loss scale
 _SIZES = (Role.ABS, Role.PROB, Role.K3, Role.MULT)
 _NAMES = {Role.ABS: "mean |d|", Role.PROB: "mean difference of probabilities", Role.K3: "k3", Role.MULT: "mean exp|d|",
@@ -490,18 +492,27 @@ def _rewards(log: Log, curves: Mapping[Role, Curve]) -> list[Finding]:
         cut = truncated is not None and float(np.median(truncated.values)) > 0.5
         if len(low) >= 5 and float(np.mean(low == high)) >= _NO_SIGNAL and not cut:
             return [_finding("same_samples", True, f"{share:.0%} {what}, and all answers of a step are as long", share)]
+    if same and (entropy := _entropies(curves)) is not None and max(entropy) <= _NO_ENTROPY:
+        said = f"{share:.0%} {what}, and the entropy is {max(entropy):.2g} nats from the start"
+        return [_finding("same_samples", True, said, share)]
     said = f"{share:.0%} {what}"
     if Role.REWARD in curves and len(r := _finite(curves[Role.REWARD]).values) and same:
         said += f"; the reward is {np.median(r[-max(3, len(r) // 4) :]):.3g}"
     return [_finding("same_reward", same, said, share)]
 
 
-def _entropy(log: Log, curves: Mapping[Role, Curve]) -> list[Finding]:
+def _entropies(curves: Mapping[Role, Curve]) -> tuple[float, float] | None:
+    """The entropy in the first quarter and in the last; None for too few steps, or a bonus in its place."""
     x = _finite(curves[Role.ENTROPY]).values if Role.ENTROPY in curves else np.array([])
-    if len(x) < FEW or (x < 0).any():
+    return None if len(x) < FEW or (x < 0).any() else _quarters(x)
+
+
+def _entropy(log: Log, curves: Mapping[Role, Curve]) -> list[Finding]:
+    found = _entropies(curves)
+    if found is None:
         return []
-    first, last = _quarters(x)
-    collapsed = last <= _COLLAPSED * first and last <= _LITTLE_ENTROPY * max(1.0, first)
+    first, last = found
+    collapsed = first > _LITTLE_ENTROPY and last <= _COLLAPSED * first and last <= _LITTLE_ENTROPY * max(1.0, first)
     return [_finding("entropy_collapse", collapsed, f"from {first:.2g} to {last:.2g} nats a token", last, "nats")]
 
 
@@ -522,6 +533,15 @@ def _clipping(log: Log, curves: Mapping[Role, Curve]) -> list[Finding]:
     return [_finding("clipping", share >= _CLIPPED, f"{share:.1%} of the tokens by the last quarter", share)]
 
 
+def _truncation(log: Log, curves: Mapping[Role, Curve]) -> list[Finding]:
+    """Said beside the verdict and no fault by itself: a policy that never ends its answers is cut off in health too."""
+    x = _finite(curves[Role.TRUNCATED]).values if Role.TRUNCATED in curves else np.array([])
+    if len(x) < FEWEST:
+        return []
+    share = _quarters(x)[1]
+    return [_finding("truncated", share >= _TRUNCATED, f"{share:.0%} of the answers by the last quarter", share)]
+
+
 def _follows(name: str, role: Role) -> Callable[[Log, Mapping[Role, Curve]], list[Finding]]:
     def test(log: Log, curves: Mapping[Role, Curve]) -> list[Finding]:
         main = _main(curves)
@@ -538,7 +558,7 @@ def _follows(name: str, role: Role) -> Callable[[Log, Mapping[Role, Curve]], lis
 
 
 _TESTS: tuple[Callable[[Log, Mapping[Role, Curve]], list[Finding]], ...] = (
-    _nonfinite, _size, _stuck, _jump, _one_sided, _growth, _spikes, _rewards, _entropy, _scale, _clipping,
+    _nonfinite, _size, _stuck, _jump, _one_sided, _growth, _spikes, _rewards, _entropy, _scale, _clipping, _truncation,
     _follows("with_length", Role.LENGTH), _follows("with_staleness", Role.STALENESS),
 )  # fmt: skip
 _FAULTS = frozenset({
