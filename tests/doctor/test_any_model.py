@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,21 @@ import families
 import numpy as np
 import pytest
 import torch
+from transformers.models.gemma3 import modeling_gemma3
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 import injected as made
 from mantissa.base.errors import MantissaError
+from mantissa.doctor import habits, words
 from mantissa.doctor.consult import consult
 from mantissa.doctor.diagnosis import CauseKind
 from mantissa.doctor.dump import Dump, Scored, Settings
-from mantissa.doctor.examine import examine
+from mantissa.doctor.examine import examine, remedies_for
 from mantissa.doctor.layers import by_layer
-from mantissa.doctor.sides import AnyModel, Scores, Side
+from mantissa.doctor.sides import AnyModel, Scores, Side, Softmax
+from mantissa.doctor.substitution import _SOFTMAXES
 from mantissa.model import byte_tokenizer
+from mantissa.precision import BF16
 from mantissa.rl.doctor_model import open_model
 from mantissa.rollout import Request, SamplingParams
 from mantissa.rollout.transformers import TransformersEngine
@@ -137,6 +143,156 @@ def test_a_rollout_in_fp8_or_with_another_attention_is_found(
     assert cause.kind is kind
     assert cause.share > 0.95
     assert cause.side == "rollout"
+
+
+def scored_in_half(
+    model: Any, dump: Dump, law: Callable[[torch.Tensor], torch.Tensor] = lambda x: torch.log_softmax(x.float(), -1)
+) -> Any:
+    """Log-probs by the model as it is loaded in bf16, in the doctor's batches: each shape has its own roundings."""
+    scores = Scores(AnyModel(model), dump.sequences)
+    half = copy.deepcopy(model).bfloat16()
+    for name, buffer in model.named_buffers():  # as a model is loaded: rotary frequencies stay fp32
+        half.get_submodule(name.rpartition(".")[0]).register_buffer(name.rpartition(".")[2], buffer, persistent=False)
+    found = np.zeros(len(scores.of_sequence))
+    for batch in scores.batches():
+        with torch.no_grad():
+            logits = half(input_ids=batch.tokens_BT, attention_mask=torch.ones_like(batch.tokens_BT),
+                          position_ids=batch.positions_BT, use_cache=False).logits  # fmt: skip
+        assert logits.dtype is torch.bfloat16
+        found[batch.places] = law(batch.before(logits)).gather(1, batch.tokens[:, None])[:, 0].double().numpy()
+    return found
+
+
+# Kernels as other programs have them, written here once more and put into transformers' classes.
+
+
+def fused_rotary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """q cos + rotate(q) sin with cos and sin of fp32 angles, all in fp32, rounded once."""
+
+    def tables(self: Any, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
+        frequencies = getattr(self, f"{layer_type}_inv_freq" if layer_type else "inv_freq").float()
+        scale = getattr(self, f"{layer_type}_attention_scaling" if layer_type else "attention_scaling")
+        angles = position_ids[..., None].float() * frequencies
+        both = torch.cat((angles, angles), -1)
+        return both.cos() * scale, both.sin() * scale
+
+    def rotate(q: torch.Tensor, k: torch.Tensor, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            wide, half = x.float(), x.shape[-1] // 2
+            other = torch.cat((-wide[..., half:], wide[..., :half]), -1)
+            return (wide * cos.unsqueeze(unsqueeze_dim) + other * sin.unsqueeze(unsqueeze_dim)).to(x.dtype)
+
+        return turned(q), turned(k)
+
+    monkeypatch.setattr(modeling_gemma3, "apply_rotary_pos_emb", rotate)
+    monkeypatch.setattr(modeling_gemma3.Gemma3RotaryEmbedding, "forward", tables)
+
+
+def fused_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gelu(gate) * up in fp32, rounded once."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_proj(x).float(), self.up_proj(x).float()
+        return self.down_proj((torch.nn.functional.gelu(gate, approximate="tanh") * up).to(x.dtype))
+
+    monkeypatch.setattr(modeling_gemma3.Gemma3MLP, "forward", forward)
+
+
+def norm_in_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    """x / rms(x) * (1 + weight), each step rounded."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1.0 + self.weight)
+
+    monkeypatch.setattr(modeling_gemma3.Gemma3RMSNorm, "forward", forward)
+
+
+@pytest.mark.parametrize("which", ["rollout", "learner"])
+@pytest.mark.parametrize(
+    ("put_in", "kind", "key"),
+    [
+        (fused_rotary, CauseKind.ROTARY, "policy.megatron_cfg.apply_rope_fusion=false"),
+        (fused_activation, CauseKind.ACTIVATION, "policy.megatron_cfg.bias_activation_fusion=false"),
+        (norm_in_half, CauseKind.NORM, ""),
+    ],
+)
+def test_a_fused_kernel_of_either_side_is_named_with_its_key(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, put_in: Any, kind: CauseKind, key: str, which: str
+) -> None:
+    model = plain(folder)
+    dump = dump_of(model, model)
+    usual = scored_in_half(model, dump)
+    with monkeypatch.context() as patched:
+        put_in(patched)
+        other = scored_in_half(model, dump)
+    learner, rollout = (usual, other) if which == "rollout" else (other, usual)
+    sequences = made.with_logps(list(dump.sequences), learner, rollout)
+    declared = Settings(1.0, rollout_format="bf16", learner_format="bf16")
+    found = consulted(folder, replace(dump, framework="nemo-rl", sequences=sequences, settings=declared))
+    cause = max(found.diagnosis.causes, key=lambda each: each.share)
+    assert (cause.kind, cause.side) == (kind, which)
+    assert cause.share > 0.5
+    assert key in str(remedies_for(found.diagnosis))
+
+
+def test_a_router_in_fp32_is_what_a_router_in_fp32_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = AnyModel(families.make("qwen3_moe", vocab_size=258).eval())
+    tokens = torch.from_numpy(np.random.default_rng(5).integers(0, 250, (4, 24)))
+    places = torch.arange(24).expand(4, -1)
+    sides = [Side("bf16"), Side("bf16", habits=frozenset({habits.ROUTER}))]
+    with torch.no_grad():
+        usual, habit = (model.logits_of(tokens, places, side, BF16) for side in sides)
+
+        def forward(self: Any, x: torch.Tensor) -> Any:
+            x, weight = x.reshape(-1, x.shape[-1]).float(), self.weight.to(torch.bfloat16).float()
+            logits = x @ weight.T
+            values, experts = torch.topk(torch.softmax(logits, -1), self.top_k, -1)
+            return logits, values / values.sum(-1, keepdim=True) if self.norm_topk_prob else values, experts
+
+        with monkeypatch.context() as patched:
+            patched.setattr(modeling_qwen3_moe.Qwen3MoeTopKRouter, "forward", forward)
+            own = model.logits_of(tokens, places, Side("bf16"), BF16)
+        assert torch.equal(habit, own)
+        assert not torch.equal(habit, usual)
+        assert torch.equal(usual, model.logits_of(tokens, places, Side("bf16"), BF16))  # nothing stays behind
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("gemma3_text", {habits.ROPE, habits.ACTIVATION, habits.HALF_NORM, habits.HEAD}),
+        ("deepseek_v3", {habits.ROPE, habits.ACTIVATION, habits.HALF_NORM, habits.HEAD}),
+        ("gpt_oss", {habits.ROPE, habits.HALF_NORM, habits.HEAD, habits.ROUTER}),
+        ("gpt2", {habits.HEAD}),
+    ],
+)
+def test_only_habits_that_change_something_are_tried(family: str, expected: set[habits.Habit]) -> None:
+    assert AnyModel(families.make(family, vocab_size=258).eval()).habits >= expected
+    assert habits.ROUTER not in AnyModel(families.make("gpt2", vocab_size=258).eval()).habits
+
+
+@pytest.mark.parametrize("softmax", ["divided", "lse", "half"])
+def test_a_log_softmax_that_is_half_in_a_half_format_is_named(folder: Path, softmax: str) -> None:
+    model = plain(folder)
+    dump = dump_of(model, model, temperature=0.8)
+
+    def narrow(logits: torch.Tensor) -> torch.Tensor:
+        divided = logits / 0.8
+        return {
+            "divided": torch.log_softmax(divided.float(), -1),
+            "lse": divided.float() - torch.logsumexp(divided.float(), -1, keepdim=True).bfloat16().float(),
+            "half": torch.log_softmax(divided.float(), -1).bfloat16().float(),  # as on a GPU: rounded once
+        }[softmax]
+
+    learner = scored_in_half(model, dump, narrow)
+    rollout = scored_in_half(model, dump, lambda logits: torch.log_softmax(logits.float() / 0.8, -1))
+    sequences = made.with_logps(list(dump.sequences), learner, rollout)
+    declared = Settings(0.8, rollout_format="bf16", learner_format="bf16")
+    found = consulted(folder, replace(dump, sequences=sequences, settings=declared))
+    cause = max(found.diagnosis.causes, key=lambda each: each.share)
+    assert (cause.kind, cause.side) == (CauseKind.SOFTMAX, "learner")
+    assert cause.name == words.cause(CauseKind.SOFTMAX, "learner", {}, _SOFTMAXES[Softmax(softmax)])
+    assert cause.share > 0.5
 
 
 def test_what_the_dump_says_is_fp8_is_scored_so(folder: Path) -> None:

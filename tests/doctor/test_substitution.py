@@ -58,7 +58,7 @@ FAULTS = {
     "logits in bf16 in the learner": (CauseKind.LOGITS, "learner", {"logits": "bf16"}),
     "the rollout's cache in fp8": (CauseKind.CACHE, "rollout", {"cache": Cache.FP8}),
     "the rollout's cache in fp8 of scale 1, cut off": (CauseKind.CACHE, "rollout", {"cache": Cache.CUT_OFF}),
-    "fused residual norms in the rollout": (CauseKind.KERNELS, "rollout", habit("norm", "fused")),
+    "fused residual norms in the rollout": (CauseKind.NORM, "rollout", habit("norm", "fused")),
     "attention in blocks in the rollout": (
         CauseKind.KERNELS,
         "rollout",

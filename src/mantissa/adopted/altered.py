@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mantissa.adopted.route import ROUTES, Routed, base_of, check_layers
 from mantissa.precision import FP32, Fp8Policy, NumberFormat
 
+_WIDENING = (Tensor.to, Tensor.float, Tensor.type)
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "__matmul__", "addmm")
 
 
@@ -24,7 +26,8 @@ class Altered(Routed):
     """The products of ``model``, whose parameters are fp32 masters, in ``fmt``; a context around a forward.
 
     ``fp8``: whose operands are quantised. ``parts``: of a sum over the features, added in fp32. ``quantized``: names of
-    the parameters that were seen in a quantised product.
+    the parameters that were seen in a quantised product. ``how``: within what is ``wide`` products are not rounded,
+    within what is ``narrow`` nothing is widened to fp32 (``doctor/habits.py``); the last one holds.
     """
 
     def __init__(self, model: nn.Module, fmt: NumberFormat, fp8: Fp8Policy | None = None, parts: int = 1) -> None:
@@ -33,10 +36,22 @@ class Altered(Routed):
         self.plans, self.parts = {}, parts
         self.names = {id(p): name.removesuffix(".weight") for name, p in model.named_parameters()}
         self.quantized: set[str] = set()
+        self.how: list[str] = []
         if fp8 is not None:
             check_layers(fp8, model)
 
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if self.how[-1:] == ["narrow"] and func in _WIDENING and not isinstance(args[0], nn.Parameter):
+            wide = func is Tensor.float or torch.float32 in (*args[1:], *(kwargs or {}).values())
+            if wide:
+                return args[0]
+        return super().__torch_function__(func, types, args, kwargs)
+
     def linear(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None, wide: bool = False) -> Tensor:
+        if self.how[-1:] == ["wide"]:
+            return self._wide(x_NE, weight_FE, bias_F)
+        if x_NE.dtype is torch.float32 and weight_FE.dtype is self.format.dtype:
+            x_NE = x_NE.to(weight_FE.dtype)  # what a habit kept in fp32 is rounded where it is an operand
         if self.parts == 1 or not x_NE.is_floating_point() or x_NE.dtype is not weight_FE.dtype:
             return F.linear(x_NE, weight_FE, bias_F)
         return self._wide(x_NE, weight_FE, bias_F).to(x_NE.dtype)

@@ -25,7 +25,7 @@ from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.facts import coarser, facts, part
 from mantissa.doctor.fillers import without
 from mantissa.doctor.layers import ByLayer, by_layer, layers_plot
-from mantissa.doctor.sides import AnyModel, Fed, Scores, Side, Weights, evenly_spaced
+from mantissa.doctor.sides import AnyModel, Fed, Scores, Side, Softmax, Weights, evenly_spaced
 from mantissa.doctor.substitution import Hypothesis, Substitution, declared, hypotheses, substitute
 from mantissa.doctor.thresholds import CLEAR, GIVEN_BACK, MOST, NOTHING, OTHER_SIDE, SURELY
 from mantissa.model import Decoder
@@ -235,7 +235,8 @@ def fewer(sequences: Sequence[Any], count: int = SOME) -> list[Any]:
 
 def _plain_head(side: Side) -> Side:
     """A side without what is no layer's: temperature, support, prompt and positions."""
-    return replace(side, temperature=1.0, top_k=0, top_p=1.0, kept=False, cap=0.0, prompt=Fed.OWN, moved=0, theta=1.0)
+    side = replace(side, temperature=1.0, top_k=0, top_p=1.0, kept=False, cap=0.0, prompt=Fed.OWN, moved=0, theta=1.0)
+    return replace(side, softmax=Softmax.FP32)
 
 
 def _without_model(diagnosis: Diagnosis) -> list[Unknown]:

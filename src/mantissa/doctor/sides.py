@@ -28,11 +28,22 @@ from torch import Tensor, nn
 from mantissa.adopted.altered import Altered
 from mantissa.base.errors import MantissaError
 from mantissa.doctor.dump import Scored
+from mantissa.doctor.habits import ALL as HABITS
+from mantissa.doctor.habits import Habit, habits
 from mantissa.kernels import EmulatedKernels, Emulation, Kernels, learner_kernels, resolve
 from mantissa.kernels.emulated import SPLITS
 from mantissa.model import Decoder, ModelConfig
 from mantissa.model.decoder import Attend
-from mantissa.precision import BF16, E4M3, Fp8Policy, NumberFormat, PrecisionPolicy, round_cached, round_to_format
+from mantissa.precision import (
+    BF16,
+    E4M3,
+    Fp8Policy,
+    NumberFormat,
+    PrecisionPolicy,
+    format_named,
+    round_cached,
+    round_to_format,
+)
 from mantissa.rollout import SamplingParams
 from mantissa.rollout.sampling import filter_logits
 from mantissa.rollout.transformers import positions_of
@@ -67,6 +78,16 @@ class Cache(StrEnum):
     CUT_OFF = "fp8 of scale 1, cut off"
 
 
+class Softmax(StrEnum):
+    """Of half logits: ``FP32`` throughout, ``DIVIDED`` by the temperature in the half, with a log-sum-exp (``LSE``)
+    that is rounded to it, or with the log-prob itself (``HALF``)."""
+
+    FP32 = "fp32"
+    DIVIDED = "divided"
+    LSE = "lse"
+    HALF = "half"
+
+
 @dataclass(frozen=True)
 class Side:
     """What computes one side's log-probs.
@@ -98,6 +119,7 @@ class Side:
     moved: int = 0
     theta: float = 1.0
     eager: bool = False
+    softmax: Softmax = Softmax.FP32
 
     def __str__(self) -> str:
         """In a few words."""
@@ -107,13 +129,20 @@ class Side:
         said += [f"top-k {self.top_k}"] * bool(self.top_k) + [f"top-p {self.top_p:g}"] * (self.top_p < 1)
         said += [f"logits soft-capped at {self.cap:g}"] * bool(self.cap)
         said += [f"weights of {self.weights}"] * bool(self.weights) + [f"prompt {self.prompt}"] * bool(self.prompt)
-        said += ["attention eager"] * self.eager
+        said += ["attention eager"] * self.eager + [f"softmax {self.softmax}"] * (self.softmax is not Softmax.FP32)
         return ", ".join(said + [f"{name}={value}" for name, value in sorted(self.habits)])
 
     @property
     def forward(self) -> Side:
         """The part that the hidden states depend on."""
-        return replace(self, logits="fp32", temperature=1.0, top_k=0, top_p=1.0, kept=False, cap=0.0)
+        return replace(
+            self, logits="fp32", temperature=1.0, top_k=0, top_p=1.0, kept=False, cap=0.0, softmax=Softmax.FP32
+        )
+
+    @property
+    def half(self) -> NumberFormat:
+        """What a half format is here: its own, or bf16 beside fp8."""
+        return format_named(self.base if self.format == "fp8" else self.format)
 
     @property
     def fp8(self) -> Fp8Policy | None:
@@ -134,10 +163,11 @@ class Side:
             backend="simulated" if here else "auto",
         )
         resolved = resolve(policy, device)
-        if not self.habits:
+        emulated = self.habits - set(HABITS)
+        if not emulated:
             return learner_kernels(resolved)
         role, logits = resolved.learner, resolved.logits.active
-        return EmulatedKernels(role.active, Emulation(**dict(self.habits)), logits, fp8=role.fp8)
+        return EmulatedKernels(role.active, Emulation(**dict(emulated)), logits, fp8=role.fp8)
 
 
 def cached(x: Tensor, kind: Cache) -> Tensor:
@@ -228,6 +258,20 @@ class AnyModel:
             self.model(input_ids=tokens_1T, use_cache=False)
         return [name for name in altered.names.values() if name in altered.quantized]
 
+    @cached_property
+    def habits(self) -> frozenset[Habit]:
+        """Those of ``habits.py`` that its code can take on, and that change something: tried in bf16 on few tokens."""
+        tokens_1T = torch.arange(_TRIED, device=next(self.parameters()).device).unsqueeze(0) % self.config.vocab_size
+        places_1T, found = torch.arange(_TRIED, device=tokens_1T.device).unsqueeze(0), set[Habit]()
+        with torch.no_grad():
+            plain = self.logits_of(tokens_1T, places_1T, Side("bf16"), BF16)
+            for habit in HABITS:
+                with contextlib.suppress(RuntimeError):  # torch's, where this family's code mixes no dtypes
+                    side = Side("bf16", habits=frozenset({habit}))
+                    if not torch.equal(self.logits_of(tokens_1T, places_1T, side, BF16), plain):
+                        found.add(habit)
+        return frozenset(found)
+
     @property
     def ends(self) -> tuple[str, str]:
         """The names of its embedding and of its output projection."""
@@ -243,9 +287,9 @@ class AnyModel:
     @contextmanager
     def computing(self, side: Side, fmt: NumberFormat) -> Iterator[None]:
         """Within this, what is called of it computes as ``side`` does."""
-        parts = SPLITS if _SPLIT in side.habits else 1
+        altered = Altered(self.model, fmt, side.fp8, SPLITS if _SPLIT in side.habits else 1)
         attention = _eager(self.model) if side.eager else contextlib.nullcontext()
-        with attention, Altered(self.model, fmt, side.fp8, parts):
+        with attention, habits(self.model, side.habits, altered), altered:
             yield
 
     @property
@@ -261,8 +305,9 @@ class AnyModel:
         """Whether transformers' own code can be made to compute so."""
         if side.format == "fp8" and not self.projections:
             return False
-        wide = side.format in ("fp32", "bf16", "fp16", "fp8")
-        return wide and not side.cache and side.habits <= {_SPLIT} and side.theta == 1
+        known = side.format in ("fp32", "bf16", "fp16", "fp8") and not side.cache and side.theta == 1
+        own = side.habits - {_SPLIT}
+        return known and (not own or (side.format != "fp32" and own <= self.habits))
 
     def logits(self, logits_NV: Tensor, kernels: Kernels) -> Tensor:
         """In the format that ``kernels`` has for them."""
@@ -396,7 +441,11 @@ class Scores:
 
     def computes(self, side: Side) -> bool:
         """Whether this model can be computed so."""
-        return self.model.computes(side) if isinstance(self.model, AnyModel) else not side.eager
+        return (
+            self.model.computes(side)
+            if isinstance(self.model, AnyModel)
+            else not side.eager and side.habits.isdisjoint(HABITS)
+        )
 
     def logp(self, kernels: Kernels, head: Side, hidden_NE: Tensor, batch: Batch) -> Array:
         """Log-prob of each of the batch's tokens after its final hidden state."""
@@ -412,7 +461,7 @@ class Scores:
                 if (ids := self.kept[place]) is not None:
                     cut = torch.ones_like(logits[row], dtype=torch.bool).index_fill(0, ids.to(logits.device), False)
                     logits[row] = logits[row].masked_fill(cut, -torch.inf)
-            found.append(kernels.token_logprob(logits, token, head.temperature).double().cpu())
+            found.append(_log_prob(logits, token, head, kernels).double().cpu())
         return torch.cat(found).numpy()
 
     def above(self, side: Side) -> tuple[Array, Array]:
@@ -480,6 +529,19 @@ class Scores:
             self.model.config = config
             for name, value in kept.items():
                 parameters[name].data = value
+
+
+def _log_prob(logits_NV: Tensor, token_N: Tensor, head: Side, kernels: Kernels) -> Tensor:
+    """Of each token, as ``head`` has it; [N]."""
+    if head.softmax is Softmax.FP32:
+        return kernels.token_logprob(logits_NV, token_N, head.temperature)
+    scaled_NV = round_to_format(round_to_format(logits_NV.float(), head.half) / head.temperature, head.half)
+    own_N = scaled_NV.gather(1, token_N.unsqueeze(1))[:, 0]
+    lse_N = torch.logsumexp(scaled_NV, -1)
+    if head.softmax is Softmax.LSE:
+        lse_N = round_to_format(lse_N, head.half)
+    logp_N = own_N - lse_N
+    return round_to_format(logp_N, head.half) if head.softmax is Softmax.HALF else logp_N
 
 
 def _counts(number: int, each: Scored) -> NDArray[np.bool_]:

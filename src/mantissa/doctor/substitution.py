@@ -40,11 +40,12 @@ import torch
 from torch import Tensor
 
 from mantissa.base.errors import MantissaError
-from mantissa.doctor import words
+from mantissa.doctor import habits, words
 from mantissa.doctor.diagnosis import Cause, CauseKind, Which
 from mantissa.doctor.dump import Settings
 from mantissa.doctor.facts import facts
-from mantissa.doctor.sides import AnyModel, AnyShape, Array, Cache, Scores, Side, Weights
+from mantissa.doctor.habits import Habit
+from mantissa.doctor.sides import AnyModel, AnyShape, Array, Cache, Scores, Side, Softmax, Weights
 from mantissa.doctor.thresholds import CAUSES, DAMAGED, FEWEST_OF_HALF, LEAST, MUCH, ONE_SIGN, REPRODUCED, SMALL
 from mantissa.mismatch.intervals import Estimate, jackknife_interval
 from mantissa.model import Decoder, ModelConfig, base_parameters, policy_weights
@@ -142,6 +143,7 @@ def hypotheses(scores: Scores, learner: Side, rollout: Side, settings: Settings)
     both: tuple[tuple[Which, Side], ...] = (("rollout", rollout), ("learner", learner))
     for which, side in both:
         found += _formats(which, side) + _distribution(which, side, settings) + _support(which, side, settings, scores)
+        found += (_fused(which) if isinstance(scores.model, AnyModel) else []) + _softmaxes(which, side)
         found += [Hypothesis(CauseKind.WEIGHTS, which, {"weights": name}) for name in scores.versions]
     sides = dict(both)
     found += _engine(rollout, scores.model.config)
@@ -202,15 +204,30 @@ def _support(which: Which, side: Side, settings: Settings, scores: Scores) -> li
     return found
 
 
-_HABITS: dict[str, dict[str, str | int]] = {
-    "fused residual norms": {"norm": "fused"},
-    "a rotary table in the model's format": {"rope": "half"},
-    "split products": {"products": "split"},
-    "attention in blocks": {"attention": "blocks"},
-    "activation in fp32": {"activation": "fp32"},
+# Of our own decoder as a serving engine, by what it does otherwise (``Emulation``).
+_HABITS: dict[str, tuple[CauseKind, dict[str, str | int]]] = {
+    "fused residual norms": (CauseKind.NORM, {"norm": "fused"}),
+    "a rotary table in the model's format": (CauseKind.ROTARY, {"rope": "half"}),
+    "split products": (CauseKind.KERNELS, {"products": "split"}),
+    "attention in blocks": (CauseKind.KERNELS, {"attention": "blocks"}),
+    "activation in fp32": (CauseKind.ACTIVATION, {"activation": "fp32"}),
 }
-SERVING = {name: value for habit in _HABITS.values() for name, value in habit.items()}
+SERVING = {name: value for _, habit in _HABITS.values() for name, value in habit.items()}
 OF_ANY: dict[str, Any] = {"habits": frozenset({("products", "split")}), "eager": True}  # what any model's code can do
+# Of transformers' own code, on either side: a fused kernel may be the learner's (habits.py).
+_FUSED: dict[str, tuple[CauseKind, Habit]] = {
+    "rotary products in fp32": (CauseKind.ROTARY, habits.ROPE),
+    "the activation in fp32 until it is multiplied": (CauseKind.ACTIVATION, habits.ACTIVATION),
+    "norms in fp32 until they are scaled": (CauseKind.NORM, habits.NORM),
+    "norms in the half format": (CauseKind.NORM, habits.HALF_NORM),
+    "routers in fp32": (CauseKind.ROUTER, habits.ROUTER),
+    "the output projection in fp32": (CauseKind.HEAD, habits.HEAD),
+}
+_SOFTMAXES = {
+    Softmax.DIVIDED: "logits divided by the temperature in the half format",
+    Softmax.LSE: "the log-sum-exp in the half format",
+    Softmax.HALF: "the log-softmax in the half format",
+}
 _SHARDS = (2, 4, 8)
 
 
@@ -219,15 +236,28 @@ def _engine(rollout: Side, model: ModelConfig | AnyShape) -> list[Hypothesis]:
     caches = [Cache.FP8, Cache.UNSCALED, Cache.CUT_OFF]
     caches += [Cache.BF16] if rollout.format in ("fp32", "fp16") else []
     found = [Hypothesis(CauseKind.CACHE, "rollout", {"cache": each}) for each in caches if each != rollout.cache]
-    habits = {**_HABITS, "a serving engine's kernels (norm, rope, products, attention, activation)": SERVING}
+    own = {**_HABITS}
+    own["a serving engine's kernels (norm, rope, products, attention, activation)"] = CauseKind.KERNELS, SERVING
     for shards in _SHARDS:
         if not (model.num_attention_heads % shards or model.intermediate_size % shards):
-            habits[f"tensor parallelism over {shards}"] = {"tensor_parallel": shards}
+            own[f"tensor parallelism over {shards}"] = CauseKind.KERNELS, {"tensor_parallel": shards}
     found.append(Hypothesis(CauseKind.KERNELS, "rollout", {"eager": True}, "attention by transformers' eager"))
     return found + [
-        Hypothesis(CauseKind.KERNELS, "rollout", {"habits": frozenset(habit.items())}, what)
-        for what, habit in habits.items()
+        Hypothesis(kind, "rollout", {"habits": frozenset(habit.items())}, what) for what, (kind, habit) in own.items()
     ]
+
+
+def _fused(which: Which) -> list[Hypothesis]:
+    """Where a side rounds otherwise than transformers' code."""
+    return [Hypothesis(kind, which, {"habits": frozenset({habit})}, what) for what, (kind, habit) in _FUSED.items()]
+
+
+def _softmaxes(which: Which, side: Side) -> list[Hypothesis]:
+    """How far a half format reaches into the log-softmax, as a sampler or a learner may have it by its version."""
+    if side.format == "fp32":
+        return []
+    tried = [each for each in _SOFTMAXES if each is not Softmax.DIVIDED or side.temperature != 1]
+    return [Hypothesis(CauseKind.SOFTMAX, which, {"softmax": each}, _SOFTMAXES[each]) for each in tried]
 
 
 class _Made(Mapping[str, Tensor]):
@@ -351,7 +381,9 @@ class _Search:
         found, both = list[_Column](), ("learner", "rollout")  # type: list[_Column], tuple[Which, Which]
         for which in both:
             side = self.sides[which]
-            wide = replace(side, format="fp32", logits="fp32", cache=Cache.OWN, habits=frozenset())
+            wide = replace(
+                side, format="fp32", logits="fp32", cache=Cache.OWN, habits=frozenset(), softmax=Softmax.FP32
+            )
             scored, plain = self.scores.all([side, wide])
             values = _finite(scored - plain) * (1 if which == "learner" else -1)
             if values.any():

@@ -228,6 +228,26 @@ def _take(run: Run, checkpoint: Checkpoint) -> None:
     load_weights(run.learner.trained, checkpoint.policy)
 
 
+def warn(run: Run, step: int, row: dict[str, float]) -> None:
+    """What a step's numbers warn of: no answer that can be read in the first, much that was rejected."""
+    if step == 1 and row.get("reward/no_answer_fraction") == 1:
+        run.live.note(
+            "warning: no completion of the first step has an answer that the verifier can read, so all count as wrong: "
+            "ask for \\boxed{} or <answer></answer> in the prompt (task.template), let answers end before "
+            f"rollout.max_tokens ({row['length/truncated_fraction']:.0%} were cut off), or set task.verifier"
+        )
+    share = left_out(row)
+    if share <= MOST_REJECTED or run.rejecting:
+        return
+    run.rejecting = True  # said once: what is left of such a step is little, and chosen by the gap
+    run.live.note(
+        f"warning: the correction left {share:.0%} of step {step}'s tokens out of the loss, so what is learnt from "
+        "is chosen by the gap; bounds on a sequence's mean are for long responses (these have "
+        f"{row['length/mean']:.0f} tokens on average): widen them (algorithm.correction.reject_low, reject_high, "
+        "mask_low, mask_high), or weigh tokens instead (algorithm.correction=token_tis)"
+    )
+
+
 def left_out(row: Mapping[str, Any]) -> float:
     """The share of a step's tokens that a correction took out of the loss, by rejection or by mask."""
     return max(row.get(f"correction/{how}_token_fraction", 0.0) for how in ("rejected", "masked"))

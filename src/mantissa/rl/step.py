@@ -33,7 +33,7 @@ from mantissa.rl.experience import Experience, Scored, Weighed
 from mantissa.rl.learner import Update
 from mantissa.rl.objective import weigh
 from mantissa.rl.probes import SampleAgain
-from mantissa.rl.run import MOST_REJECTED, Run, hold_room, left_out, restore, save
+from mantissa.rl.run import Run, hold_room, restore, save, warn
 from mantissa.rl.score import OnTokenLogits
 from mantissa.rl.warm_start import warm_start
 from mantissa.runs.metrics import undeclared
@@ -127,13 +127,7 @@ def publish(
     row: dict[str, Any] = {"step": step, "rollout/version": batch.version, **observed, **batch.metrics}
     row |= _learner_metrics(run, experience, update)
     row["advantage/silent_steps"] = _silence(run, step, row)
-    _warn_of_rejection(run, step, row)
-    if step == 1 and row.get("reward/no_answer_fraction") == 1:
-        run.live.note(
-            "warning: no completion of the first step has an answer that the verifier can read, so all count as wrong: "
-            "ask for \\boxed{} or <answer></answer> in the prompt (task.template), let answers end before "
-            f"rollout.max_tokens ({row['length/truncated_fraction']:.0%} were cut off), or set task.verifier"
-        )
+    warn(run, step, row)
     if config.evaluation and (step % config.evaluation.every == 0 or last):
         with run.timed("eval"), run.source.engine(run.learner.weights, run.learner.version):
             row |= evaluate(run, step)
@@ -237,20 +231,6 @@ def _silence(run: Run, step: int, row: dict[str, float]) -> int:
             "begin where the policy sometimes succeeds (warm_start, an easier task, perfectible)"
         )
     return step
-
-
-def _warn_of_rejection(run: Run, step: int, row: dict[str, float]) -> None:
-    """Said once in a run: what is left of such a step is little, and chosen by the gap."""
-    share = left_out(row)
-    if share <= MOST_REJECTED or run.rejecting:
-        return
-    run.rejecting = True
-    run.live.note(
-        f"warning: the correction left {share:.0%} of step {step}'s tokens out of the loss, so what is learnt from "
-        "is chosen by the gap; bounds on a sequence's mean are for long responses (these have "
-        f"{row['length/mean']:.0f} tokens on average): widen them (algorithm.correction.reject_low, reject_high, "
-        "mask_low, mask_high), or weigh tokens instead (algorithm.correction=token_tis)"
-    )
 
 
 def _clock(run: Run, batch: Batch, trained_tokens: int) -> dict[str, float]:
