@@ -109,8 +109,8 @@ def test_a_recipe_that_fails_later_leaves_no_vllm_running(
     configure: Callable[..., RunConfig], parts_of: Callable[[RunConfig], Parts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch)
-    with pytest.raises(MantissaError, match="no held-out problems"):
-        parts_of(configure(VLLM, "precision=bf16", "task.heldout_size=0"))
+    with pytest.raises(MantissaError, match="the task has no warm_start problems"):
+        parts_of(configure(VLLM, "precision=bf16", "warm_start={steps: 1}", "task.warm_start_size=0"))
     assert [llm.closed for llm in LLM.made] == [True]
     install(monkeypatch, Fault(fails="no such head size"))
     with pytest.raises(MantissaError, match=r"vLLM 0\.32\.0 did not start: no such head size"):

@@ -90,7 +90,7 @@ def test_every_choice_runs_and_measures_itself(
     }  # of choices that are off, other engines, later steps
     off |= {"precision/flushed_fraction", "reward_part/NAME", "optim/clipped_fraction", "time/background"}
     off |= {"reward/accuracy_trained", "reward/overlong_penalty", "reward/overlong_fraction", "time/checkpoint"}
-    off |= {"gap/router_flips"}  # of mixtures of experts
+    off |= {"gap/router_flips", "reward/no_answer_fraction"}  # of mixtures of experts; of verifiers that look for one
     off |= {"policy/clip_fraction", "policy/phantom_clip_fraction"} if loss == "reinforce" else set()
     kinds = (
         "warm_start/",

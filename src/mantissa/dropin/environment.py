@@ -140,7 +140,7 @@ def switch(environment: Mapping[str, str] | None = None) -> bool | None:
 
 
 def switched_off(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether ``ENABLE_FP16_TRAINING`` says no: then every trainer is in fp32, whatever its configuration says."""
+    """Whether ``ENABLE_FP16_TRAINING`` says no: then fp32 stands in for fp16, whatever a configuration says."""
     return switch(environment) is False
 
 

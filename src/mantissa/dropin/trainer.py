@@ -62,8 +62,8 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
 class PrecisionTrainer:
-    """Train ``model`` with ``optimizer`` in ``precision`` (``fp32`` | ``bf16`` | ``fp16``); in fp32 where the
-    environment or ``.env`` says ``ENABLE_FP16_TRAINING=false``.
+    """Train ``model`` with ``optimizer`` in ``precision`` (``fp32`` | ``bf16`` | ``fp16``); in fp32 for fp16 where
+    the environment or ``.env`` says ``ENABLE_FP16_TRAINING=false``.
 
     - ``backend``: ``auto`` is native on CUDA and on a CPU simulated (bf16, fp16); ``native``, ``simulated`` insist.
     - ``fallback``: where the device lacks the format's arithmetic, ``error`` refuses and ``warn`` uses fp32.
@@ -129,8 +129,8 @@ class PrecisionTrainer:
         self.device = device_of(model)
         options: dict[str, Any] = {"backend": backend, "fallback": fallback, "scale": scale, "retries": retries}
         self._settled = partial(MixedPrecision.of, device=self.device, say=self.say, **options)
-        if precision != "fp32" and switched_off():
-            self.say(f"precision: ENABLE_FP16_TRAINING is off: training in fp32, not in {precision}")
+        if precision == "fp16" and switched_off():
+            self.say(f"precision: ENABLE_FP16_TRAINING is off: training in fp32, not in fp16")
             precision = "fp32"
         settled = self._settled(precision=precision)
         self._window = RetryWindow(

@@ -8,7 +8,6 @@ that it is not, or is null (a dictionary or list is merged wherever it is put), 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mantissa.base.errors import MantissaError
+from mantissa.base.readers.json import read_json
 from mantissa.base.readers.yaml import parse_yaml
 from mantissa.launch.scripts import Override
 
@@ -27,7 +27,7 @@ _DEEPEST = 8  # references to references
 
 @cache
 def _trees() -> dict[str, Any]:
-    trees: dict[str, Any] = json.loads(Path(__file__).with_name("verl_tree.json").read_text(encoding="utf-8"))
+    trees: dict[str, Any] = read_json(Path(__file__).with_name("verl_tree.json"))
     return trees
 
 
