@@ -130,7 +130,7 @@ class PrecisionTrainer:
         options: dict[str, Any] = {"backend": backend, "fallback": fallback, "scale": scale, "retries": retries}
         self._settled = partial(MixedPrecision.of, device=self.device, say=self.say, **options)
         if precision == "fp16" and switched_off():
-            self.say(f"precision: ENABLE_FP16_TRAINING is off: training in fp32, not in fp16")
+            self.say("precision: ENABLE_FP16_TRAINING is off: training in fp32, not in fp16")
             precision = "fp32"
         settled = self._settled(precision=precision)
         self._window = RetryWindow(
