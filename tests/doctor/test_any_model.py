@@ -145,14 +145,20 @@ def test_a_rollout_in_fp8_or_with_another_attention_is_found(
     assert cause.side == "rollout"
 
 
+def in_half(model: Any) -> Any:
+    """As a model is loaded in bf16: rotary frequencies stay fp32."""
+    half = copy.deepcopy(model).bfloat16()
+    for name, buffer in model.named_buffers():
+        home, _, own = name.rpartition(".")
+        half.get_submodule(home).register_buffer(own, buffer, persistent=False)
+    return half
+
+
 def scored_in_half(
     model: Any, dump: Dump, law: Callable[[torch.Tensor], torch.Tensor] = lambda x: torch.log_softmax(x.float(), -1)
 ) -> Any:
     """Log-probs by the model as it is loaded in bf16, in the doctor's batches: each shape has its own roundings."""
-    scores = Scores(AnyModel(model), dump.sequences)
-    half = copy.deepcopy(model).bfloat16()
-    for name, buffer in model.named_buffers():  # as a model is loaded: rotary frequencies stay fp32
-        half.get_submodule(name.rpartition(".")[0]).register_buffer(name.rpartition(".")[2], buffer, persistent=False)
+    scores, half = Scores(AnyModel(model), dump.sequences), in_half(model)
     found = np.zeros(len(scores.of_sequence))
     for batch in scores.batches():
         with torch.no_grad():
@@ -269,6 +275,27 @@ def test_a_router_in_fp32_is_what_a_router_in_fp32_gives(monkeypatch: pytest.Mon
 def test_only_habits_that_change_something_are_tried(family: str, expected: set[habits.Habit]) -> None:
     assert AnyModel(families.make(family, vocab_size=258).eval()).habits >= expected
     assert habits.ROUTER not in AnyModel(families.make("gpt2", vocab_size=258).eval()).habits
+
+
+@pytest.mark.parametrize("family", ["olmo2", "phi3"])
+def test_a_rollout_with_its_own_cache_is_no_fused_kernel(tmp_path: Path, family: str) -> None:
+    """Both sides by transformers' own code in bf16: less rounding explains nothing here."""
+    made_here = families.make(family, vocab_size=258, eos_token_id=257, pad_token_id=256)
+    with torch.no_grad():
+        for parameter in made_here.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(2.0)
+    made_here.save_pretrained(tmp_path)
+    byte_tokenizer().save(tmp_path)
+    model = plain(tmp_path)
+    dump = dump_of(model, in_half(model))
+    rollout = Scores(AnyModel(model), dump.sequences).rollout
+    sequences = made.with_logps(list(dump.sequences), scored_in_half(model, dump), rollout)
+    declared = Settings(1.0, rollout_format="bf16", learner_format="bf16")
+    found = consulted(tmp_path, replace(dump, sequences=sequences, settings=declared))
+    fused = {CauseKind.ROTARY, CauseKind.ACTIVATION, CauseKind.NORM, CauseKind.HEAD, CauseKind.SOFTMAX}
+    assert found.substitution is not None
+    assert fused.isdisjoint(cause.kind for cause in found.diagnosis.causes)
 
 
 @pytest.mark.parametrize("softmax", ["divided", "lse", "half"])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
+from mantissa.doctor.facts import facts
 from mantissa.launch import check_verl
 from mantissa.launch.facts import ENGINES, FACTS, IGNORED, Engine, full
 from mantissa.launch.scripts import Override
@@ -74,3 +76,20 @@ def test_references_to_null_are_those_that_hydra_resolves_to_null(version: str, 
 def test_hydra_s_rules(overrides: list[Override], refused: list[bool]) -> None:
     """A test in verl's environment has hydra's own answers to the same: ``real/test_facts.py``."""
     assert [bool(why) for why in refusals("0.9.1", "dp", overrides)] == refused
+
+
+def _overrides_of(text: str) -> list[Override]:
+    """The overrides that a remedy's keys for verl spell out."""
+    found = re.finditer(r"(?:^|\s)(\+{0,2})((?:[a-z_]\w*\.)+\w+)=(\S+)", text)
+    return [Override(match[2], match[3], match[1]) for match in found]
+
+
+def test_hydra_takes_each_key_that_the_doctor_names_for_verl() -> None:
+    texts = [text for row in facts().remedies.values() for text in row.keys.get("verl", ())]
+    named = [override for text in texts for override in _overrides_of(text)]
+    assert len(named) > 12
+    for override in named:
+        whys = [refusals("0.9.1", group, [override])[0] for group in groups("0.9.1")]
+        assert "" in whys, f"{override}: {whys}"
+    wrong = Override("actor_rollout_ref.actor.megatron.override_transformer_config.apply_rope_fusion", "False")
+    assert refusals("0.9.1", "megatron", [wrong]) == ["the key is not in verl's tree"]

@@ -9,7 +9,7 @@ Legend: N rows of any leading shape, E features in, F features out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from mantissa.adopted.route import ROUTES, Routed, base_of, check_layers
 from mantissa.precision import FP32, Fp8Policy, NumberFormat
 
 _WIDENING = (Tensor.to, Tensor.float, Tensor.type)
+How = Literal["wide", "narrow"]
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "__matmul__", "addmm")
 
 
@@ -36,7 +37,7 @@ class Altered(Routed):
         self.plans, self.parts = {}, parts
         self.names = {id(p): name.removesuffix(".weight") for name, p in model.named_parameters()}
         self.quantized: set[str] = set()
-        self.how: list[str] = []
+        self.how: list[How] = []
         if fp8 is not None:
             check_layers(fp8, model)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from mantissa.adopted.altered import Altered
+from mantissa.adopted.altered import Altered, How
 
 Habit = tuple[str, str | int]
 ROPE: Habit = ("rope", "fp32")
@@ -29,6 +29,7 @@ HALF_NORM: Habit = ("norm", "half")
 ROUTER: Habit = ("router", "fp32")
 HEAD: Habit = ("head", "fp32")
 ALL = (ROPE, ACTIVATION, NORM, HALF_NORM, ROUTER, HEAD)
+LESS_ROUNDING = frozenset({ROPE, ACTIVATION, NORM, ROUTER, HEAD})
 _ROTATE = "apply_rotary"  # how such functions' names begin
 _ROUTERS = ("gate", "router")
 _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
@@ -81,7 +82,7 @@ def _widened(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return _cast(args, torch.float32), {name: _cast(x, torch.float32) for name, x in kwargs.items()}
 
 
-def _within(module: nn.Module, altered: Altered, how: str) -> list[RemovableHandle]:
+def _within(module: nn.Module, altered: Altered, how: How) -> list[RemovableHandle]:
     """While the module runs, ``altered`` computes so."""
 
     def enter(*_: Any) -> None:

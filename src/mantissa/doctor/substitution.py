@@ -421,7 +421,8 @@ class _Search:
         """Whether it says that a side rounds less than it does at present."""
         present = self.sides[hypothesis.which]
         then = hypothesis.applied(present)
-        return _digits(then.format) > _digits(present.format) or _digits(then.logits) > _digits(present.logits)
+        wider = _digits(then.format) > _digits(present.format) or _digits(then.logits) > _digits(present.logits)
+        return wider or bool((then.habits - present.habits) & habits.LESS_ROUNDING)
 
     def reproduced(self, hypothesis: Hypothesis) -> bool:
         """Whether the side's own log-probs are nearer to a finer format's than rounding would leave them."""

@@ -149,7 +149,10 @@ def gate(trainer: Any, *, every: int = 25, on_fault: Literal["warn", "stop"] = "
 
 
 def _recall(made: Gate, kept: Any) -> None:
-    """The measure that a checkpoint's state of the callback holds, of a run that is resumed from it."""
+    """The measure that a checkpoint's state of the callback holds, of a run that is resumed from it; ``kept`` is None
+    where that run had no gate."""
+    if kept is None:
+        return
     try:
         made.load_state_dict(kept["attributes"]["measure"])
     except (MantissaError, KeyError, TypeError) as error:

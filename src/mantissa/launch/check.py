@@ -35,7 +35,7 @@ from mantissa.launch.facts import (
 )
 from mantissa.launch.scripts import Override, Words, read_overrides
 from mantissa.launch.settings import Answer, Role, Setting, roles_text, settings_text
-from mantissa.launch.verl_tree import Tree, groups, refusals
+from mantissa.launch.verl_tree import Tree, as_yaml, groups, refusals
 
 _SHORT = {"float16": "fp16", "half": "fp16", "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16", "float32": "fp32",
           "float": "fp32", "fp32": "fp32"}  # fmt: skip
@@ -49,7 +49,6 @@ _CONFIGS = ("ppo_trainer", "ppo_megatron_trainer")
 _PARTS = {"actor.": "learner", "ref.": "reference", "rollout.": "rollout", "algorithm.": "correction"}
 _SECTION = "actor.fsdp_config.mixed_precision"
 _GATE = "trainer.gate"
-_COLON = re.compile(r":(?=[^\s])")  # hydra's dictionaries have no space there, which YAML's want
 _IN_RUNTIME_ENV = "+ray_kwargs.ray_init.runtime_env.env_vars."
 _CASTING = {
     "delta_sharded": "weights are cast to bf16, and vLLM takes the delta in bf16 only",
@@ -375,7 +374,7 @@ def _mistake(options: Mapping[str, Any], engine: Engine, name: str) -> str:
 
 
 def _plugin_value(text: str) -> Any:
-    text = _COLON.sub(": ", text) if text.startswith("{") else text
+    text = as_yaml(text) if text.startswith("{") else text
     try:
         return parse_yaml(text, "value")
     except MantissaError:

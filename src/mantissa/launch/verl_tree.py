@@ -20,7 +20,7 @@ from mantissa.base.readers.yaml import parse_yaml
 from mantissa.launch.scripts import Override
 
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(\.*)([\w.]+)(?:,(.*))?\}")
-_COLON = re.compile(r":(?=[^\s])")  # hydra's dictionaries have no space there, which YAML's want
+_COLON = re.compile(r":(?=[^\s])")
 _NOTHING = object()
 _DEEPEST = 8  # references to references
 
@@ -42,6 +42,11 @@ def groups(version: str) -> list[str]:
     return list(_trees()[version]["engines"])
 
 
+def as_yaml(text: str) -> str:
+    """A dictionary or list of hydra's, which has no space after a colon, as YAML wants it."""
+    return _COLON.sub(": ", text)
+
+
 def hydra_value(text: str) -> Any:
     """The value of an override as hydra reads it, as far as its kind goes: null, a dictionary, a list or other."""
     if text.lower() == "null":
@@ -49,7 +54,7 @@ def hydra_value(text: str) -> Any:
     if not text.startswith(("{", "[")):
         return text
     try:
-        return parse_yaml(_COLON.sub(": ", text), "value")
+        return parse_yaml(as_yaml(text), "value")
     except MantissaError:
         return {} if text.startswith("{") else []
 
