@@ -457,7 +457,7 @@ def waltz() -> str:
 COMMAND_PAGES = {
     "recipes": "recipes.md", "train": "recipes.md", "lab": "lab.md", "bench": "bench.md", "gap": "gap.md",
     "doctor": "doctor.md", "metrics": "metrics.md", "precision": "guide.md", "tune": "tune.md", "guard": "rollback.md",
-    "fitness": "fitness.md",
+    "fitness": "fitness.md", "weights": "weights.md",
     "launch": "cluster.md", "check": "integrations.md", "check-verl": "cluster.md", "serve": "vllm.md",
     "evolve": "evolution.md",
     "worldmodel": "worldmodel.md", "sample": "models.md", "demo": "start/laptop.md", "replay": "exactness.md",

@@ -192,6 +192,7 @@ GROUPS = {
     "Understand the gap": {
         "gap": "Measure a model's gap in each pair of formats.",
         "doctor": "Say whether a gap is noise or a fault, and which.",
+        "weights": "Say whether an engine has the trainer's weights.",
         "replay": "Name the operation where two sides part.",
         "precision": "Show which format each role would use here, and why.",
         "metrics": "Explain every figure that a run logs.",

@@ -259,7 +259,7 @@ def _show(dump: Dump, diagnosis: Diagnosis, framework: str | None, explain: bool
     console.print(diagnosis.headline)
     f = diagnosis.figures
     console.print(
-        f"{f['tokens']:,} tokens of {f['sequences']:,} sequences ({diagnosis.framework}"
+        f"{f['tokens']:,} tokens of {f['sequences']:,} sequences ({dump.whose}"
         f"{''.join(', ' + note for note in diagnosis.notes)}): d, the learner's less the rollout's, of "
         f"{f['d_rms']:.2g} nats (root mean square); u = d / (1 - p), the logits' error, of {f['u_rms']:.2g}; "
         f"{f['equal']:.1%} equal to the last bit; KL of {f['k3']:.2g} (k3)"

@@ -81,7 +81,7 @@ def _message(found: Dump | Log) -> tuple[dict[str, Any], list[np.ndarray]]:
         return packed_log(found)
     counts, arrays = packed(found)
     header = {"framework": found.framework, "settings": asdict(found.settings), "run": found.run is not None,
-              "notes": list(found.notes), "counts": counts}  # fmt: skip
+              "notes": list(found.notes), "mapped": list(found.mapped), "counts": counts}  # fmt: skip
     if found.pairs:
         header["pairs"] = [[name, asdict(how)] for name, how in found.pairs]
     return header, arrays

@@ -86,7 +86,7 @@ def _routed(evidence: Evidence) -> Diagnosis:
         headline = words.routers(beyond, flown.most, flown.quiet, evidence.usual, size)
         remarks = [each for each in found.remarks if each not in others.remarks]
         others = replace(others, basis=Basis.ROUTERS, headline=headline, remarks=(*others.remarks, *remarks))
-    return replace(others, figures=found.figures, notes=dump.notes)
+    return replace(others, figures=found.figures, notes=(*dump.mapped, *dump.notes))
 
 
 def _unexplained(found: Diagnosis, flown: Outliers, said: bool) -> Diagnosis:
@@ -153,7 +153,7 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
         remedies = ("one_format", *remedies)  # healthy for two formats, and many times what one format would have
     return Diagnosis(
         verdict, basis, headline, dump.framework, fault, tuple(replace(each, rest=None) for each in every), figures,
-        remedies=remedies, unknown=words.unknown(dump, every, size, causing), notes=dump.notes,
+        remedies=remedies, unknown=words.unknown(dump, every, size, causing), notes=(*dump.mapped, *dump.notes),
         second=named[1] if len(named) > 1 else None, why=why.short if why else "", fillers=evidence.filled.fillers,
         remarks=(*_left_out(evidence, causing, figures, expected), *_remarks(every, causing, bool(large))),
     )  # fmt: skip

@@ -76,7 +76,7 @@ def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens, with_model: Sequen
     lines = [] if diagnosis.fault is None or by_model else [table_of.faults[diagnosis.fault.name].means]
     blocks = [
         Heading(f"Doctor: {dump.path.name}", 1),
-        Sentence(f"{f['tokens']:,} tokens of {f['sequences']:,} sequences, written by {dump.framework}. d = log-prob "
+        Sentence(f"{f['tokens']:,} tokens of {f['sequences']:,} sequences ({dump.whose}). d = log-prob "
                  "of the learner - log-prob of the rollout; u = d / (1 - p), of the size of the logits' error.", "sub"),
         Banner(diagnosis.headline, lines, LEVELS[diagnosis.verdict]),
         KeyNumbers([

@@ -63,9 +63,8 @@ def titled(finding: Finding) -> str:
 def inferred(dump: Dump, found: Diagnosis, asked: str | None) -> list[str]:
     """What was found by looking, or assumed. ``asked``: the framework that was named."""
     said = []
-    if asked is None and dump.run is None:
-        whose = "the plain schema" if dump.framework == "plain" else f"a dump of {dump.framework}"
-        said.append(f"this is {whose}, by its fields")
+    if asked is None and dump.run is None and not dump.mapped:
+        said.append(f"this is {'' if dump.framework == 'plain' else 'a dump of '}{dump.whose}, by its fields")
     u = found.figures["u_rms"]
     if coarser(dump.settings) is None and u > 0:
         usual = sorted(facts().usual.items(), key=lambda item: item[1].bound)

@@ -25,7 +25,7 @@ import mmap
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -92,6 +92,10 @@ class GgufFile:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor, by its name in the file."""
         return {name: stored.shape for name, stored in self._tensors.items()}
+
+    def kind(self, name: str) -> str:
+        """llama.cpp's name of how a tensor is stored, such as ``Q8_0``."""
+        return str(self._tensors[name].kind.name)
 
     def array(self, name: str) -> np.ndarray:
         """A tensor as fp32, dequantised; a copy. What is not finite stays so."""
@@ -274,6 +278,28 @@ def load_gguf(path: Path) -> tuple[ModelConfig, Iterator[tuple[str, Tensor]]]:
     return model.config, model.weights()
 
 
+def open_gguf(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...]]], Callable[[str], Tensor]]:
+    """The grid and shape of each weight by its Hugging Face name, and what reads one, as fp32. Errors: ``load_gguf``'s.
+
+    A grid is llama.cpp's name of how it is stored, such as ``Q8_0`` or ``F16``.
+    """
+    model = _GgufModel(path)
+    names = {_our_name(name): name for name in model.file.shapes if name != _FREQUENCIES}
+    held = {ours: (model.file.kind(name), model.file.shapes[name]) for ours, name in names.items()}
+    return held, lambda ours: model.weight(names[ours])
+
+
+def on_grid(values: Tensor, grid: str) -> Tensor | None:
+    """fp32 values as the gguf package stores and reads them in ``grid``; None where it only reads that one."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[grid]
+    try:
+        return torch.from_numpy(gguf.dequantize(gguf.quantize(values.float().numpy(), kind), kind))
+    except NotImplementedError:
+        return None
+
+
 class _GgufModel:
     def __init__(self, path: Path) -> None:
         self.file = GgufFile(path)
@@ -325,15 +351,17 @@ class _GgufModel:
         return config
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        config = self.config
         for name in self.file.shapes:
             if name == _FREQUENCIES:
                 continue
-            values = self.file.array(name)
-            whole = _NAME.fullmatch(name)
-            if config.family == "llama" and whole and whole[1] and whole[2] in ("attn_q", "attn_k"):
-                values = self._rotary_halves(values, name, config)
-            yield _our_name(name), torch.from_numpy(values)
+            yield _our_name(name), self.weight(name)
+
+    def weight(self, name: str) -> Tensor:
+        """A tensor by its name in the file, as a Hugging Face folder has it."""
+        values, whole = self.file.array(name), _NAME.fullmatch(name)
+        if self.family == "llama" and whole and whole[1] and whole[2] in ("attn_q", "attn_k"):
+            values = self._rotary_halves(values, name, self.config)
+        return torch.from_numpy(values)
 
     def _rotary_halves(self, values: np.ndarray, name: str, config: ModelConfig) -> np.ndarray:
         """Rows of heads whose rotary pairs are neighbours, reordered to lie half a head apart."""
