@@ -70,9 +70,9 @@ def guard(
     table = terminal(("rule", "worst", "thresholds"), rules(rows, decisions, judge))
     table.columns[0].no_wrap = True
     console.print(table, soft_wrap=False)
+    console.print()
     if said := gap_sentence(rows, expected_in(folder)):
         console.print(said)
-    console.print()
     state = "may" if judge.good else "may not yet"
     console.print(f"after step {decisions[-1].step}: {decisions[-1].action}; a checkpoint {state} be called good")
     same, said = (True, foreign) if foreign else compared(logged, decisions)

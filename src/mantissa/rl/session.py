@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -180,7 +181,8 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
     trackers = from_names(config.trackers if rank0 else (), run, None if way == "start" else done)
     try:
         table = _precision(parts)
-        expected = expected_gap({"precision": table}, config.model_dump(include={"rollout"}))
+        recipe = config.model_dump(include={"rollout"})
+        expected = partial(expected_gap, {"precision": table}, recipe)
         with _screen(config.steps, done, rank0, parts.task.verifier.decides, expected) as live:
             live.precision(table)
             ranks, device = parts.ranks, str(parts.device)
@@ -233,7 +235,7 @@ def _uncorrected(config: RunConfig, rows: Sequence[dict[str, Any]]) -> str:
 
 
 @contextmanager
-def _screen(steps: int, done: int, rank0: bool, verdicts: bool, expected: Usual) -> Iterator[Live]:
+def _screen(steps: int, done: int, rank0: bool, verdicts: bool, expected: Callable[[], Usual]) -> Iterator[Live]:
     """What a person sees; of other ranks than 0, nothing."""
     if rank0:
         with Live(steps, done=done, verdicts=verdicts, expected=expected) as live:

@@ -427,7 +427,8 @@ def _gap(groups: Sequence[Group]) -> list[Block]:
             missing.append(metric.name)
             continue
         cells = [_ends(metric, group, both, len(groups)) for group, both in zip(groups, ends, strict=True)]
-        ranges = " | ".join(dict.fromkeys(_of(group, metric).healthy_text for group in groups))
+        told = [group for group, both in zip(groups, ends, strict=True) if both is not None]
+        ranges = " | ".join(dict.fromkeys(_of(group, metric).healthy_text for group in told))
         wanted = f"; healthy: {ranges}" if metric.gated else ""
         lines.append([page.noted(page.code(metric.name), metric.unit + wanted), *cells])
     if not lines:

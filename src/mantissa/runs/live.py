@@ -11,6 +11,7 @@ Biases keeps no such promise (see its class).
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import socket
@@ -132,13 +133,13 @@ def precision_table(rows: Iterable[Mapping[str, Any]], title: str) -> Table:
 class Live:
     """The screen of one run. Use as a context manager, or call ``close``; ``done`` steps were taken before a resume.
     ``verdicts``: whether a verifier decides what is correct; else no accuracy is shown. ``expected``: what is usual
-    for the gap between the run's formats."""
+    for the gap between the run's formats, asked for at the first step."""
 
     def __init__(
-        self, total_steps: int, *, done: int = 0, verdicts: bool = True, expected: Usual | None = None,
+        self, total_steps: int, *, done: int = 0, verdicts: bool = True, expected: Callable[[], Usual] = lambda: usual(()),
         console: Console | None = None,
     ) -> None:  # fmt: skip
-        self._expected, self._gap_told = expected or usual(()), False
+        self._expected, self._gap_told = functools.cache(expected), False
         self._columns = tuple(column for column in COLUMNS if verdicts or column.metric not in VERDICTS)
         self.console = console or Console(highlight=False)
         self.total_steps = total_steps
@@ -198,9 +199,9 @@ class Live:
 
     def _tell_gap(self, step: int, k3: Any) -> None:
         """Say once that the gap is larger than rounding makes."""
-        if not self._gap_told and isinstance(k3, int | float) and not k3 <= self._expected.k3:
+        if not self._gap_told and isinstance(k3, int | float) and not k3 <= self._expected().k3:
             self._gap_told = True
-            self.note(f"warning: step {step}: {size_sentence(float(k3), self._expected)}")
+            self.note(f"warning: step {step}: {size_sentence(float(k3), self._expected())}")
 
     def _show(self, step: int, row: Mapping[str, Any]) -> None:
         if not self.terminal:
@@ -215,7 +216,7 @@ class Live:
         line = Text(f"{step:>{_STEP_WIDTH}}")
         for column in columns:
             line.append("  ")
-            line.append(*_cell(column, row, self._expected))
+            line.append(*_cell(column, row, self._expected()))
         self.console.print(line)
         if self._progress is not None:
             self._progress.start()  # no more than once, whatever it is called
