@@ -136,8 +136,8 @@ class Live:
     for the gap between the run's formats, asked for at the first step."""
 
     def __init__(
-        self, total_steps: int, *, done: int = 0, verdicts: bool = True, expected: Callable[[], Usual] = lambda: usual(()),
-        console: Console | None = None,
+        self, total_steps: int, *, done: int = 0, verdicts: bool = True,
+        expected: Callable[[], Usual] = lambda: usual(()), console: Console | None = None,
     ) -> None:  # fmt: skip
         self._expected, self._gap_told = functools.cache(expected), False
         self._columns = tuple(column for column in COLUMNS if verdicts or column.metric not in VERDICTS)
