@@ -182,6 +182,15 @@ def test_checkpoints_count_only_when_whole(tmp_path: Path) -> None:
         assert sorted(p.name for p in (run.path / "checkpoints").iterdir()) == ["step-20", "step-3"], "leftover swept"
 
 
+def test_what_a_run_of_before_did_not_record_yet_has_not_changed(tmp_path: Path) -> None:
+    """``verdicts`` follows from the recipe: a record without it says nothing, and one with it is compared."""
+    with RunDirectory.create(tmp_path / "old", {}, {"threads": 2}) as run:
+        assert run.record_resume(4, {"threads": 2, "verdicts": False}) == {}
+        assert run.record_resume(8, {"threads": 4, "verdicts": True}) == {"threads": [2, 4]}
+    with RunDirectory.create(tmp_path / "new", {}, {"verdicts": True}) as run:
+        assert run.record_resume(4, {"verdicts": False}) == {"verdicts": [True, False]}
+
+
 def test_resume_records_what_changed(tmp_path: Path) -> None:
     first = {"device": "cpu", "threads": 2, "created": "monday", "versions": {"torch": "2.13.0"}}
     with RunDirectory.create(tmp_path / "run", CONFIG, first) as run:

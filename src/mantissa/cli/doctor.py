@@ -161,7 +161,9 @@ def _diagnose_log(log: Log, out: Path | None, explain: bool) -> int:
     """Say what curves show; returns the exit code."""
     from mantissa.doctor.curve_page import lines, write_log_page
     from mantissa.doctor.curves import examine_log
+    from mantissa.doctor.runs import in_its_formats
 
+    log = in_its_formats(log)
     diagnosis = examine_log(log)
     console = screen(100)
     for number, line in enumerate(lines(log, diagnosis)):

@@ -52,6 +52,7 @@ def guard(
     from mantissa.guard.config import read_rows
     from mantissa.guard.review import compared, described, guard_of, refuse_unjudged, rules
     from mantissa.rl.config.run import apply_overrides
+    from mantissa.runs.health import expected_in, gap_sentence
     from mantissa.runs.page import terminal
 
     folder = run.parent if run.is_file() else run
@@ -70,6 +71,8 @@ def guard(
     table.columns[0].no_wrap = True
     console.print(table, soft_wrap=False)
     console.print()
+    if said := gap_sentence(rows, expected_in(folder)):
+        console.print(said)
     state = "may" if judge.good else "may not yet"
     console.print(f"after step {decisions[-1].step}: {decisions[-1].action}; a checkpoint {state} be called good")
     same, said = (True, foreign) if foreign else compared(logged, decisions)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,12 +27,13 @@ from mantissa.guard import ReferenceRun
 from mantissa.guard.watch import fall_back_of
 from mantissa.kernels import resolve
 from mantissa.kernels.cpu import CpuProducts
+from mantissa.mismatch.usual import Usual
 from mantissa.rl.assemble import Parts, assemble
 from mantissa.rl.config.run import RunConfig, apply_overrides, make_config, widened
 from mantissa.rl.run import Run
 from mantissa.rl.step import go
 from mantissa.runs.directory import Onlooker, RunDirectory, default_path, environment
-from mantissa.runs.health import share_sentence
+from mantissa.runs.health import expected_gap, gap_sentence, share_sentence
 from mantissa.runs.live import Live, Trackers, from_names
 from mantissa.runs.report import build_report
 from mantissa.training.audit import audit
@@ -178,8 +180,11 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
     done = steps[-1] if steps else 0
     trackers = from_names(config.trackers if rank0 else (), run, None if way == "start" else done)
     try:
-        with _screen(config.steps, done, rank0, parts.task.verifier.decides) as live:
-            live.precision(_precision(parts))
+        table = _precision(parts)
+        recipe = config.model_dump(include={"rollout"})
+        expected = partial(expected_gap, {"precision": table}, recipe)
+        with _screen(config.steps, done, rank0, parts.task.verifier.decides, expected) as live:
+            live.precision(table)
             ranks, device = parts.ranks, str(parts.device)
             if not ranks.alone:
                 device = f"{parts.device.type}, {ranks.world} processes ({ranks.kind})"
@@ -204,8 +209,11 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
                     what = f"{key} was {then}, now {now}: numbers may differ in their last bits from the first run's"
                     live.note(f"warning: {what}")
             finished = _kind(config).go(config, parts, run, trackers, live)
-            if rank0 and finished and (said := share_sentence(run.read_metrics(), run.environment)):
-                live.note(said)
+            if rank0 and finished:
+                rows, environment = run.read_metrics(), run.environment
+                whole = expected_gap(environment, run.config)
+                for said in filter(None, (gap_sentence(rows, whole), share_sentence(rows, environment))):
+                    live.note(said)
     finally:
         trackers.close()
     return finished
@@ -227,10 +235,10 @@ def _uncorrected(config: RunConfig, rows: Sequence[dict[str, Any]]) -> str:
 
 
 @contextmanager
-def _screen(steps: int, done: int, rank0: bool, verdicts: bool) -> Iterator[Live]:
+def _screen(steps: int, done: int, rank0: bool, verdicts: bool, expected: Callable[[], Usual]) -> Iterator[Live]:
     """What a person sees; of other ranks than 0, nothing."""
     if rank0:
-        with Live(steps, done=done, verdicts=verdicts) as live:
+        with Live(steps, done=done, verdicts=verdicts, expected=expected) as live:
             yield live
         return
     with open(os.devnull, "w") as nowhere, Live(steps, done=done, console=Console(file=nowhere)) as live:

@@ -399,6 +399,9 @@ def _is_step(value: Any) -> bool:
     return number(value, 0, LARGEST_SIZE, whole=True)
 
 
+_LATER = {"verdicts"}  # follows from the recipe, and is not in the record of a run of before there was one
+
+
 def _changed(recorded: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, list[Any]]:
     """What ``environment`` says otherwise than the record, fall backs included, as key: [then, now]."""
     then = dict(recorded)
@@ -406,7 +409,9 @@ def _changed(recorded: Mapping[str, Any], environment: Mapping[str, Any]) -> dic
         then |= fell["environment"]
     return {
         key: [then.get(key), environment.get(key)]
-        for key in sorted((then.keys() | environment.keys()) - {"resumed", "created", "fell_back"})
+        for key in sorted(
+            (then.keys() | environment.keys()) - {"resumed", "created", "fell_back"} - (_LATER - then.keys())
+        )
         if then.get(key) != as_json(environment.get(key))
     }
 

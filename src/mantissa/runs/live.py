@@ -11,6 +11,7 @@ Biases keeps no such promise (see its class).
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import socket
@@ -27,9 +28,10 @@ from rich.text import Text
 
 from mantissa.base.errors import MantissaError, pip_install
 from mantissa.base.files import disk_errors
+from mantissa.mismatch.tables import K3
+from mantissa.mismatch.usual import Usual, size_sentence, usual
 from mantissa.runs.directory import RunDirectory
-from mantissa.runs.health import VERDICTS, small
-from mantissa.runs.metrics import BY_NAME
+from mantissa.runs.health import VERDICTS, metric_of, small
 
 _HEADER_EVERY = 25
 _STEP_WIDTH = 6
@@ -130,11 +132,14 @@ def precision_table(rows: Iterable[Mapping[str, Any]], title: str) -> Table:
 
 class Live:
     """The screen of one run. Use as a context manager, or call ``close``; ``done`` steps were taken before a resume.
-    ``verdicts``: whether a verifier decides what is correct; else no accuracy is shown."""
+    ``verdicts``: whether a verifier decides what is correct; else no accuracy is shown. ``expected``: what is usual
+    for the gap between the run's formats, asked for at the first step."""
 
     def __init__(
-        self, total_steps: int, *, done: int = 0, verdicts: bool = True, console: Console | None = None
-    ) -> None:
+        self, total_steps: int, *, done: int = 0, verdicts: bool = True,
+        expected: Callable[[], Usual] = lambda: usual(()), console: Console | None = None,
+    ) -> None:  # fmt: skip
+        self._expected, self._gap_told = functools.cache(expected), False
         self._columns = tuple(column for column in COLUMNS if verdicts or column.metric not in VERDICTS)
         self.console = console or Console(highlight=False)
         self.total_steps = total_steps
@@ -189,6 +194,16 @@ class Live:
         step = int(row["step"])
         if isinstance(row.get("time/step"), int | float):
             self._seconds = [*self._seconds[-19:], float(row["time/step"])]
+        self._show(step, row)
+        self._tell_gap(step, row.get(K3))
+
+    def _tell_gap(self, step: int, k3: Any) -> None:
+        """Say once that the gap is larger than rounding makes."""
+        if not self._gap_told and isinstance(k3, int | float) and not k3 <= self._expected().k3:
+            self._gap_told = True
+            self.note(f"warning: step {step}: {size_sentence(float(k3), self._expected())}")
+
+    def _show(self, step: int, row: Mapping[str, Any]) -> None:
         if not self.terminal:
             self._plain(self._line(step, row))
             return
@@ -201,7 +216,7 @@ class Live:
         line = Text(f"{step:>{_STEP_WIDTH}}")
         for column in columns:
             line.append("  ")
-            line.append(*_cell(column, row))
+            line.append(*_cell(column, row, self._expected()))
         self.console.print(line)
         if self._progress is not None:
             self._progress.start()  # no more than once, whatever it is called
@@ -235,12 +250,12 @@ class Live:
         self._said = time.monotonic()
 
 
-def _cell(column: Column, row: Mapping[str, Any]) -> tuple[str, str]:
+def _cell(column: Column, row: Mapping[str, Any], expected: Usual) -> tuple[str, str]:
     """The padded text of a cell and its style."""
     value = row.get(column.metric)
     if not isinstance(value, int | float):
         return " " * column.width, ""
-    bad = not BY_NAME[column.metric].is_healthy(float(value))
+    bad = not metric_of(column.metric, expected).is_healthy(float(value))
     return f"{column.show(float(value)):>{column.width}}", "bold red" if bad else ""
 
 
