@@ -302,6 +302,7 @@ def tokenizer_folder(random: Random, path: Path) -> None:
 
 GENERATORS: dict[str, Generator] = {
     "json": json_document, "json rows": json_lines, "yaml": yaml_document, "pickles": pickle_file, "zips": zip_file,
+    "pickles of objects": pickle_file,
     "torch files": pickle_file, "safetensors": safetensors_file, "parquet": parquet_file, "sqlite": sqlite_file,
     "tokenizers": tokenizer_folder, "csv": csv_table, "events": event_file, "npz": npz_file,
 }  # fmt: skip

@@ -67,7 +67,8 @@ class Budget:
 class Given:
     """``settings``: key to value, as text (true, false and null so, in any language). ``words``: of command lines, and
     the classes that a Python script calls. ``notes``: what was not read. ``partial``: it builds on a configuration that
-    was not read, so what is not given is not known. ``shell``: shell scripts among the files.
+    was not read, so what is not given is not known. ``shell``: shell scripts among the files. ``asked``: of a whole
+    configuration that a framework saved, the keys that are not at their default, which alone are judged.
     """
 
     settings: dict[str, str] = field(default_factory=dict)
@@ -76,6 +77,7 @@ class Given:
     partial: bool = False
     shell: list[Path] = field(default_factory=list)
     budget: Budget = field(default_factory=Budget)
+    asked: frozenset[str] | None = None
 
     def has(self, key: str) -> bool:
         """Whether the key, or one below it, is given."""
@@ -118,7 +120,7 @@ def _read_file(path: Path, found: Given, classes: Sequence[str]) -> None:
             f"{path}: {path.stat().st_size:,} bytes; a script or configuration has at most {_LARGEST:,}"
         )
     if path.suffix in (".yaml", ".yml", ".json"):
-        _read_config(path, found)
+        read_config(path, found)
     elif path.suffix == ".py":
         _read_python(path, found, classes)
     else:
@@ -126,14 +128,16 @@ def _read_file(path: Path, found: Given, classes: Sequence[str]) -> None:
         _read_shell(path, found)
 
 
-def _read_config(path: Path, found: Given, inside: tuple[Path, ...] = ()) -> None:
-    """``inside``: the files that build on this one, which is read before them."""
+def read_config(path: Path, found: Given, inside: tuple[Path, ...] = ()) -> None:
+    """The leaves of a configuration, put into ``found``; W&B's without what it puts around each value. ``inside``: the
+    files that build on this one, which is read before them. ``MantissaError`` for what is no configuration."""
     found.budget.spend("files")
     tree = read_yaml(path, _CONFIG)
     if not isinstance(tree, Mapping):
         raise MantissaError(
             f"{path}: expected keys and values, got {'nothing' if tree is None else type(tree).__name__}"
         )
+    tree = _unwrapped(tree)
     bases = tree.get("defaults") or []
     for base in bases if isinstance(bases, list) else [bases]:
         below = path.parent / base if isinstance(base, str) and base.endswith((".yaml", ".yml")) else None
@@ -142,17 +146,27 @@ def _read_config(path: Path, found: Given, inside: tuple[Path, ...] = ()) -> Non
                 found.partial = True
                 found.notes.append(f"{path.name} builds on {plain(base)}, which was not read")
         else:
-            _read_config(below, found, (path, *inside))
-    found.settings |= {key: value for key, value in _leaves(tree) if key.partition(".")[0] != "defaults"}
+            read_config(below, found, (path, *inside))
+    found.settings |= {key: value for key, value in leaves(tree) if key.partition(".")[0] != "defaults"}
 
 
-def _leaves(tree: Mapping[Any, Any], under: str = "") -> Iterator[tuple[str, str]]:
+def _unwrapped(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """W&B's configuration has every value below ``value``, and keys of its own."""
+    own = {name: value for name, value in tree.items() if name not in ("_wandb", "wandb_version")}
+    if not own or not all(isinstance(value, Mapping) and {"value"} <= set(value) <= {"value", "desc"}
+                          for value in own.values()):  # fmt: skip
+        return tree
+    return {name: value["value"] for name, value in own.items()}
+
+
+def leaves(tree: Mapping[Any, Any], under: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted key and value, as text, of everything in a tree that holds nothing below it."""
     for name, value in tree.items():
         if value is _UNKNOWN:
             continue
         key = f"{under}{name}"
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, key + ".")
+            yield from leaves(value, key + ".")
         else:
             yield key, plain(value)
 
@@ -196,7 +210,7 @@ def _read_shell(path: Path, found: Given, inside: tuple[Path, ...] = ()) -> None
         if word.startswith("--") and option in _NAMES_A_CONFIG:
             beside = path.parent / (value if equals else following)
             if beside.suffix in (".yaml", ".yml") and beside.is_file():
-                _read_config(beside, found)
+                read_config(beside, found)
             elif beside.suffix in (".yaml", ".yml"):
                 found.partial = True
                 found.notes.append(f"{beside.name}, which {path.name} names, was not found beside it")
@@ -245,9 +259,9 @@ def _keywords(given: list[ast.keyword], under: str, constants: dict[str, Any], f
     for keyword in given:
         value = _bounded(_constant(keyword.value, constants), found.budget)
         if keyword.arg is None and isinstance(value, dict):
-            found.settings |= dict(_leaves(value, under))
+            found.settings |= dict(leaves(value, under))
         elif isinstance(value, dict) and value:
-            found.settings |= dict(_leaves(value, f"{under}{keyword.arg}."))
+            found.settings |= dict(leaves(value, f"{under}{keyword.arg}."))
         elif value is _UNKNOWN:
             found.notes.append(f"{whose}({keyword.arg or '**'}=...) is no constant, and was not read")
         else:
@@ -334,10 +348,13 @@ class Words:
     order: list[Override] = field(default_factory=list)  # every override as it stands, ``~`` too
     modules: list[str] = field(default_factory=list)  # what ``python -m`` starts
     branches: bool = False  # a script with ``if`` or ``case``, of which every branch is read
+    saved: dict[str, str] = field(default_factory=dict)  # a job's whole configuration, by the table's keys
+    strangers: list[str] = field(default_factory=list)  # keys that no verl known here has
 
     def value(self, key: str) -> str | None:
         """The value given for a key, or None."""
-        return self.overrides[key].value if key in self.overrides else None
+        saved = self.saved.get(key)
+        return self.overrides[key].value if key in self.overrides else None if saved == "null" else saved
 
 
 def read_overrides(arguments: Sequence[str]) -> Words:

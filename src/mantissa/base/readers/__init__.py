@@ -50,6 +50,7 @@ def readers() -> dict[str, Callable[[Path], Any]]:
         "json": json.read_json,
         "json rows": lambda path: list(json.read_rows(path)),
         "pickles": pickles.load,
+        "pickles of objects": lambda path: pickles.load(path, records=True),
         "zips": zips.read_zip,
         "torch files": torch_files.read_torch,
         "safetensors": safetensors.read_tensors,
