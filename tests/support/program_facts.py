@@ -52,6 +52,8 @@ PROGRAMS = {
     "skyrl": Source("NovaSky-AI/SkyRL", ("skyrl/train/config/config.py",), (("SkyRLTrainConfig", ""),)),
     "areal": Source("inclusionAI/AReaL", ("areal/api/cli_args.py",), (("GRPOConfig", ""),)),
     "ms-swift": Source("modelscope/ms-swift", _SWIFT, (("RLHFArguments", ""), ("GRPOConfig", ""))),
+    "ms-swift-megatron": Source("modelscope/ms-swift", (*_SWIFT, "swift/megatron/arguments/*.py"),
+                                (("MegatronRLHFArguments", ""),)),
     "slime": Source("THUDM/slime", ("slime/utils/arguments.py",)),
     "prime-rl": Source("PrimeIntellect-ai/prime-rl", (f"{_PRIME}*.py",), (("RLConfig", f"{_PRIME}rl.py"),)),
     "miles": Source("radixark/miles", ("miles/utils/arguments.py", "miles/backends/fsdp_utils/arguments.py"),
@@ -99,6 +101,7 @@ def _arguments(tree: ast.AST) -> Iterator[tuple[str, list[Any]]]:
         given = {each.arg: each.value for each in node.keywords}
         flag = str(_constant(given.get("action"))).startswith("store_")
         default = _constant(given.get("default")) if "default" in given else (False if flag else None)
+        default = " ".join(map(str, ast.literal_eval(default))) if str(default).startswith("[") else default  # as typed
         kind = "bool" if flag else ast.unparse(given["type"]) if "type" in given else "str"
         yield from ((str(each)[2:], [kind, default]) for each in options if str(each).startswith("--"))
 
@@ -120,7 +123,7 @@ def _fields(name: str, file: str, classes: dict[str, list[Class]], under: str, l
     if name not in classes or not left:
         return
     there = next((each for each in classes[name] if each.file == file), classes[name][0])
-    for base in there.bases:
+    for base in reversed(there.bases):  # of two that have a field, Python takes the first's
         yield from _fields(base, there.file, classes, under, left - 1)
     for field, annotation, default in there.fields:
         named = [each.id if isinstance(each, ast.Name) else str(getattr(each, "value", ""))
@@ -143,7 +146,9 @@ def _default(node: ast.expr | None) -> Any:
 
 def _constant(node: ast.expr | None) -> Any:
     try:
-        value = ast.literal_eval(node) if node is not None else None
+        whole = isinstance(node, ast.Call) and ast.unparse(node.func) == "int"
+        value = ast.literal_eval(node.args[0] if whole else node) if node is not None else None
+        value = int(value) if whole else value
     except (ValueError, SyntaxError, TypeError):
         return ast.unparse(node) if node is not None else None
     return value if isinstance(value, bool | int | float | str | None) and value is not ... else str(value)

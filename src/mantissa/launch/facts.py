@@ -144,11 +144,13 @@ _PRECISION_WORDS = re.compile(
     r"|quant(?!ile)|(\b|_)qat|int4|kv_cache_dtype|decoupled|lm_head|autocast|temperature|(\b|_)(top_p|top_k|min_p)\b"
     r"|\bamp|half|loss_scale)"
 )
+_SIZES = re.compile(r"(batch_size|chunk_size|mb_tokens|keep_top_k|offload|llm_args|(\b|_)(eval|val)\w*[._])")
 
 
 def about_precision(key: str) -> bool:
-    """Whether a key of any framework looks as if it were about precision, log-probs or sampling."""
-    return _PRECISION_WORDS.search(key.replace("-", "_")) is not None
+    """Whether a key of any framework looks as if it were about precision, log-probs or sampling for what is learned."""
+    words = key.replace("-", "_")
+    return _PRECISION_WORDS.search(words) is not None and _SIZES.search(words) is None
 
 
 class Key(_Data):

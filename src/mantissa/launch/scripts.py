@@ -3,9 +3,9 @@
 A shell script's words are looked at: ``key=value``, ``--key value`` and ``--flag``, variables that it sets put in where
 they are used. For verl's own check what looks like an override (a dotted key, then ``=``) is one, wherever it stands,
 arrays included, and what the script gives to every node is read too. Of a Python script, the arguments of calls to a
-framework's configuration class, where they are constants or names of such (read by ``ast``). Of YAML, its tree. Of
-several files, and of a key given twice, the last counts; a configuration that a script names, or that another builds
-on, is read before it.
+framework's configuration class, where they are constants or names of such (read by ``ast``). Of YAML and TOML, its
+tree. Of several files, and of a key given twice, the last counts; a configuration that a script names, or that another
+builds on, is read before it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from typing import Any
 from mantissa.base.bounds import boundary, regular_file
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.limits import Limits
+from mantissa.base.readers.toml import read_toml
 from mantissa.base.readers.yaml import parse_yaml, read_yaml
 
 _LARGEST = 400_000  # bytes of a script
 _MADE, _FILES = 16_000_000, 64  # that reading one command may make, and read
+_CONFIGS = (".yaml", ".yml", ".json", ".toml")
 _BASES = 8  # configurations that build on one another
 _CONFIG = Limits(400_000, 2_000, 20_000)
 _PAIR = re.compile(r"(?:--)?(\+\+|\+|~)?([A-Za-z_][\w/@-]*(?:\.[\w@/-]+)*)=(.*)", re.S)
@@ -119,7 +121,7 @@ def _read_file(path: Path, found: Given, classes: Sequence[str]) -> None:
         raise MantissaError(
             f"{path}: {path.stat().st_size:,} bytes; a script or configuration has at most {_LARGEST:,}"
         )
-    if path.suffix in (".yaml", ".yml", ".json"):
+    if path.suffix in _CONFIGS:
         read_config(path, found)
     elif path.suffix == ".py":
         _read_python(path, found, classes)
@@ -132,7 +134,7 @@ def read_config(path: Path, found: Given, inside: tuple[Path, ...] = ()) -> None
     """The leaves of a configuration, put into ``found``; W&B's without what it puts around each value. ``inside``: the
     files that build on this one, which is read before them. ``MantissaError`` for what is no configuration."""
     found.budget.spend("files")
-    tree = read_yaml(path, _CONFIG)
+    tree = read_toml(path, _CONFIG) if path.suffix == ".toml" else read_yaml(path, _CONFIG)
     if not isinstance(tree, Mapping):
         raise MantissaError(
             f"{path}: expected keys and values, got {'nothing' if tree is None else type(tree).__name__}"
@@ -199,8 +201,8 @@ def _read_shell(path: Path, found: Given, inside: tuple[Path, ...] = ()) -> None
     named = list(itertools.pairwise([*words, ""]))
     for before, word in itertools.pairwise(["", *words]):
         if word.endswith(".sh") and before in _CALLS and word != path.name:
-            beside = path.parent / Path(word).name
-            if regular_file(beside) and beside not in (path, *inside) and len(inside) < _BASES:
+            beside = _beside(path, word)
+            if beside is not None and beside not in (path, *inside) and len(inside) < _BASES:
                 _read_shell(beside, found, (path, *inside))
             else:
                 found.partial = True
@@ -209,9 +211,9 @@ def _read_shell(path: Path, found: Given, inside: tuple[Path, ...] = ()) -> None
         option, equals, value = word.lstrip("-").partition("=")
         if word.startswith("--") and option in _NAMES_A_CONFIG:
             beside = path.parent / (value if equals else following)
-            if beside.suffix in (".yaml", ".yml") and beside.is_file():
+            if beside.suffix in _CONFIGS and beside.is_file():
                 read_config(beside, found)
-            elif beside.suffix in (".yaml", ".yml"):
+            elif beside.suffix in _CONFIGS:
                 found.partial = True
                 found.notes.append(f"{beside.name}, which {path.name} names, was not found beside it")
     for word, following in named:
@@ -222,6 +224,15 @@ def _read_shell(path: Path, found: Given, inside: tuple[Path, ...] = ()) -> None
         elif flag := _FLAG.fullmatch(word):
             given = bool(following) and not following.startswith("-") and not _is_command(following)
             found.settings[flag[1]] = plain(following) if given else "true"
+
+
+def _beside(path: Path, word: str) -> Path | None:
+    """The script that another names: beside it, or below its folder where the folder is a variable's."""
+    named = re.sub(r"^(.*[)}]|\$[^/]*)/", "", word)
+    below = [Path(named)] if ".." not in Path(named).parts and not Path(named).is_absolute() else []
+    return next(
+        (path.parent / each for each in (*below, Path(Path(word).name)) if regular_file(path.parent / each)), None
+    )
 
 
 def _is_command(word: str) -> bool:

@@ -1,5 +1,5 @@
-"""What a check says of settings; and what settings of precision, log-probs and correction do in TRL, OpenRLHF, NeMo-RL,
-SkyRL and AReaL.
+"""What a check says of settings; and what settings of precision, log-probs and correction do in other frameworks than
+verl.
 
 The facts are data (``facts.py``); here is what is done with them. What is verl's alone is in ``check.py``.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from mantissa.base.errors import MantissaError
@@ -17,6 +18,7 @@ from mantissa.launch.scripts import Given, Override, read_given
 
 _SAME = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
 _FORMAT = re.compile(r"(dtype|fp4|fp8|fp16|bf16|quant(?!ile)|precision|\bamp|half)")
+_OTHER_MODELS = re.compile(r"(^|[._-])(teacher|critic|value|reward|ref|draft|policy_distillation)([._-]|$)")
 _SAMPLES = re.compile(r"(rollout|vllm|sglang|generat|inference|sampl)")
 _UNKNOWN = "not known"  # what a configuration says that was not read
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
@@ -152,9 +154,10 @@ class Checked(Answer):
 
 def told(given: Given, names: Sequence[str]) -> str | None:
     """Whose the settings are, among ``names``: by command words and classes, then by keys that only it has."""
+    words = [*given.words, *map(" ".join, pairwise(given.words))]
     for name in names:
         known = frameworks()[name].known_by
-        if any(word == each or word.startswith(each + ".") for word in given.words for each in known.words):
+        if any(word == each or word.startswith(each + ".") for word in words for each in known.words):
             return name
         if any(word in known.classes for word in given.words):
             return name
@@ -205,7 +208,7 @@ def not_at_default(given: Given, name: str) -> frozenset[str]:
 def _by_itself(key: str, given: Given, name: str) -> bool:
     """Whether a key that the table has not says what the program does by itself, as its sources have it."""
     known = programs()[name].keys.get(key)
-    return known is not None and _same(given.settings[key], known[1])
+    return known is not None and same(given.settings[key], known[1])
 
 
 def _given(key: str, given: Given) -> bool:
@@ -219,7 +222,8 @@ def _unread(role: str, unknown: Sequence[str]) -> str:
     """That a role's format is not known, where a key about it is not; empty for the other roles."""
     if role not in ("learner", "rollout"):
         return ""
-    about = [key for key in unknown if _FORMAT.search(key) and bool(_SAMPLES.search(key)) == (role == "rollout")]
+    about = [key for key in unknown if _FORMAT.search(key) and not _OTHER_MODELS.search(key)
+             and bool(_SAMPLES.search(key)) == (role == "rollout")]  # fmt: skip
     return f"{_UNKNOWN} ({', '.join(about)})" if about else ""
 
 
@@ -237,7 +241,7 @@ def _judged(key: str, given: Given, framework: Framework, values: Mapping[str, s
     fact = framework.keys.get(covers[0])
     if fact is None:
         return None
-    if fact.values and value != "null" and "$" not in value and not any(_same(value, each) for each in fact.values):
+    if fact.values and value != "null" and "$" not in value and not any(same(value, each) for each in fact.values):
         return Setting(written, "wrong value", f"expected one of {', '.join(fact.values)}", read=fact.read)
     return Setting(written, "takes effect", fact.what, read=fact.read)
 
@@ -246,7 +250,7 @@ def _says_nothing(value: str, fact: Key | None, values: Mapping[str, str]) -> bo
     """Whether a setting would change nothing if it were read."""
     default = "null" if fact is None else fact.default
     named = _REFERENCE.fullmatch(default)
-    return value == "null" or _same(value, values.get(named[1], "null") if named else default)
+    return value == "null" or same(value, values.get(named[1], "null") if named else default)
 
 
 def _above(key: str) -> list[str]:
@@ -296,11 +300,12 @@ def _fits(value: str, wanted: str) -> bool:
     if wanted == "unset":
         return value == "null"
     if wanted.startswith("not "):
-        return value != "null" and not _same(value, wanted.removeprefix("not "))
-    return _same(value, wanted)
+        return value != "null" and not same(value, wanted.removeprefix("not "))
+    return same(value, wanted)
 
 
-def _same(value: str, other: str) -> bool:
+def same(value: str, other: str) -> bool:
+    """Whether two values are one: numbers by value, formats by any of their names."""
     return _normal(value) == _normal(other)
 
 
@@ -324,7 +329,7 @@ def _role(part: Part, values: Mapping[str, str]) -> str:
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:
-    return re.sub(r"\{([\w.]+)\}", lambda match: values.get(match[1], "null"), text)
+    return re.sub(r"\{([\w.-]+)\}", lambda match: values.get(match[1], "null"), text)
 
 
 def whose(given: Given, named: str | None) -> str:
