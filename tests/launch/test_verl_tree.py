@@ -53,7 +53,7 @@ def test_the_table_s_keys_are_refused_where_hydra_refuses_them(engine: Engine, m
 
 @pytest.mark.parametrize(("version", "group"), [(v, g) for v in TREES for g in groups(v)])
 def test_references_to_null_are_those_that_hydra_resolves_to_null(version: str, group: str) -> None:
-    tree = Tree(version, group)
+    tree = Tree(defaults(version, group))
     referring = [key for key, value in defaults(version, group).items() if isinstance(value, str) and "${" in value]
     assert {key for key in referring if tree.is_null(key)} == set(TREES[version]["nulls"][group])
 

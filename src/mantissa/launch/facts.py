@@ -7,6 +7,7 @@ where they begin with ``actor.``, ``rollout.``, ``ref.`` or ``model.``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from mantissa.base.readers.json import read_json
 from mantissa.base.readers.yaml import read_shipped
 
 Engine = Literal["fsdp", "fsdp2", "megatron", "mantissa_fsdp2", "mantissa"]
@@ -137,6 +139,19 @@ def reader_of(key: str) -> str | None:
 
 # The other frameworks.
 
+_PRECISION_WORDS = re.compile(
+    r"(dtype|fp4|fp8|fp16|bf16|fp32|precision|logprob|log_prob|importance|is_correction|(\b|_)tis|off_policy|rejection"
+    r"|quant(?!ile)|(\b|_)qat|int4|kv_cache_dtype|decoupled|lm_head|autocast|temperature|(\b|_)(top_p|top_k|min_p)\b"
+    r"|\bamp|half|loss_scale)"
+)
+_SIZES = re.compile(r"(batch_size|chunk_size|mb_tokens|keep_top_k|offload|llm_args|(\b|_)(eval|val)\w*[._])")
+
+
+def about_precision(key: str) -> bool:
+    """Whether a key of any framework looks as if it were about precision, log-probs or sampling for what is learned."""
+    words = key.replace("-", "_")
+    return _PRECISION_WORDS.search(words) is not None and _SIZES.search(words) is None
+
 
 class Key(_Data):
     """A key that is read."""
@@ -190,6 +205,19 @@ class Framework(_Data):
     keys: dict[str, Key]
     rules: tuple[Rule, ...]
     roles: tuple[Part, ...]
+
+
+class Program(_Data):
+    """What a framework's own sources say of its options about precision: of each the type and the default, as text."""
+
+    version: str
+    keys: dict[str, tuple[str, str]]
+
+
+@cache
+def programs() -> dict[str, Program]:
+    """The options of each framework, by its name; written by ``make facts``."""
+    return {name: Program(**each) for name, each in read_json(Path(__file__).with_name("programs.json")).items()}
 
 
 @cache
