@@ -5,10 +5,15 @@ unpacked, and what comes is counted since the metadata may lie. pyarrow ends the
 lacks its metadata (an exception of C++ that nothing catches), so the one number that must be known before it is called
 is looked up without it: ``num_values`` of each chunk, in the footer's Thrift compact protocol (Apache Parquet's
 ``parquet.thrift``: FileMetaData 4, RowGroup 1, ColumnChunk 3, ColumnMetaData 5).
+
+What we write for ourselves is sealed: the SHA-256 of the whole file, its own place filled with zeros, is an entry of
+its footer. Parquet's checksums are of pages alone, and a flipped bit in what says how pages are read gives other values
+just as quietly.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +28,55 @@ _BATCH_ROWS = 256
 _STRUCT, _LIST, _SET, _MAP, _BINARY, _DOUBLE, _BYTE = 12, 9, 10, 11, 8, 7, 3
 _LARGEST = 64 << 20  # bytes of a footer
 _DEPTH = 32
+_SEAL, _UNSEALED = b"mantissa.sha256", b"0" * 64
+_BLOCK = 1 << 20  # bytes hashed at a time
+
+
+def write_sealed(table: Any, path: Path) -> None:
+    """Write a pyarrow table so that a reader of ours sees any change of the file."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetWriter(path, table.schema, compression="zstd") as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata({_SEAL.decode(): _UNSEALED.decode()})
+    place = _place_of(path, _UNSEALED)
+    digest = _digest(path, place)
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(digest)
+
+
+def _place_of(path: Path, text: bytes) -> int:
+    """Where the seal ``text`` lies: behind its name, in the footer. ``ValueError`` where it does not."""
+    with path.open("rb") as file:
+        start = max(0, file.seek(0, 2) - _LARGEST)
+        file.seek(start)
+        end = file.read()
+    name = end.rfind(_SEAL)
+    found = end.find(text, name + len(_SEAL)) if name >= 0 else -1
+    if found < 0:
+        raise ValueError("its seal is not where it is written")
+    return start + found
+
+
+def _digest(path: Path, place: int) -> bytes:
+    """SHA-256, hexadecimal, of a file with zeros where its seal is."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        left = place
+        while left and (block := file.read(min(left, _BLOCK))):
+            found.update(block)
+            left -= len(block)
+        found.update(_UNSEALED)
+        file.seek(place + len(_UNSEALED))
+        while block := file.read(_BLOCK):
+            found.update(block)
+    return found.hexdigest().encode()
+
+
+def _require_seal(path: Path, seal: bytes) -> None:
+    if _digest(path, _place_of(path, seal)) != seal:
+        raise ValueError("it has changed since it was written: its SHA-256 is another")
 
 
 def values_in(path: Path) -> int:
@@ -140,6 +194,8 @@ def open_parquet(path: Path, where: str, limits: Limits = LIMITS) -> Iterator[Ta
         require_size(path, limits.bytes)
         values = values_in(path)
         with pyarrow.parquet.ParquetFile(path) as file:
+            if (seal := (file.metadata.metadata or {}).get(_SEAL)) is not None:
+                _require_seal(path, seal)
             yield Table(file, path, values, limits)
 
 
