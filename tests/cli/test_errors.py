@@ -20,8 +20,7 @@ import yaml
 
 from mantissa.base.files import JsonLines
 from mantissa.guard import GuardConfig, open_guard
-from mantissa.runs.directory import RunDirectory
-from mantissa.runs.metrics import deterministic
+from mantissa.runs.directory import RunDirectory, deterministic
 
 Mantissa = Callable[..., Any]
 Recipe = Callable[..., Path]

@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mantissa.base.bounds import boundary
 from mantissa.base.errors import MantissaError, nearest, pip_install
 from mantissa.model.config import FAMILIES, Fields, ModelConfig, parse_config
 
@@ -132,21 +134,24 @@ class GgufFile:
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise self._error(f"general.alignment is {alignment!r}: expected a power of two")
         start = -(-self._at // alignment) * alignment
-        room = total = max(0, len(self._data) - start)
+        total = max(0, len(self._data) - start)
         tensors: dict[str, _Stored] = {}
         for name, dimensions, number, offset in listed:
             if name in tensors:
                 raise self._error(f"tensor {name} is listed twice")
             tensors[name] = stored = self._place(name, dimensions, number, start + offset)
             size = math.prod(stored.rows)
-            room -= size
+            if offset % alignment:
+                raise self._error(f"tensor {name} lies at {offset:,}, which is no multiple of {alignment}")
             if offset + size > total:
                 raise self._error(
                     f"tensor {name} of {size:,} bytes would end {offset + size - total:,} bytes after the file: it is "
                     "truncated or damaged"
                 )
-            if room < 0:
-                raise self._error(f"tensors overlap: up to {name} they take more than the file's {total:,} bytes")
+        placed = sorted((stored.offset, math.prod(stored.rows), name) for name, stored in tensors.items())
+        for (offset, size, name), (after, _, other) in pairwise(placed):
+            if offset + size > after:
+                raise self._error(f"tensors overlap: {other} begins {offset + size - after:,} bytes within {name}")
         return tensors
 
     def _place(self, name: str, dimensions: tuple[int, ...], number: int, offset: int) -> _Stored:
@@ -473,10 +478,9 @@ def _byte_level(fields: Fields, tokens: list[str], bos: int | None) -> Any:
     if len(vocabulary) != used.sum():
         raise fields.error("tokenizer.ggml.tokens has a token twice; fetch the file again")
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in _strings(fields, "merges"))]
-    try:
+    # The library raises bare Exception for a merge of what is no token, and panics where the result is none.
+    with boundary(f"{fields.where}: tokenizer.ggml.merges do not fit its tokens", "fetch the file again"):
         backend = Backend(models.BPE(vocabulary, merges, ignore_merges=llama3))
-    except Exception as error:  # foreign code: it raises bare Exception for a merge of what is no token
-        raise fields.error(f"tokenizer.ggml.merges do not fit its tokens ({error}); fetch the file again") from error
     steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None)]
     if words is not None:
         steps.insert(0, pre_tokenizers.Split(Regex(words), "isolated"))

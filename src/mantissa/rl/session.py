@@ -7,6 +7,7 @@ look on.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from rich.console import Console
 
 from mantissa.algorithms.correction import CorrectionConfig
 from mantissa.base.errors import MantissaError, StoppedError
+from mantissa.base.functions import IMPORT_PATH, source_digest
 from mantissa.base.ranks import ALONE, Ranks, choose_device, join, world_size
 from mantissa.guard import ReferenceRun
 from mantissa.guard.watch import fall_back_of
@@ -70,7 +72,7 @@ def start(config: RunConfig) -> Path:
         try:
             path = ranks.broadcast(config.run_dir or str(default_path(config.name)))
             plain = config.model_dump(mode="json", exclude={"run_dir"})
-            run = RunDirectory.create(path, plain, environment_of(parts)) if ranks.rank0 else Onlooker(path)
+            run = RunDirectory.create(path, plain, environment_of(config, parts)) if ranks.rank0 else Onlooker(path)
         except BaseException:
             parts.close()
             raise
@@ -203,11 +205,13 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
             for note in (*parts.task.notes, *parts.sampler.grader.notes):
                 live.note(note)
             if rank0 and config.guard is not None and (fell := fall_back_of(run.checkpoints)):
-                run.record_fall_back(fell, environment_of(parts))
+                run.record_fall_back(fell, environment_of(config, parts))
             if way == "resume" and rank0:
-                for key, (then, now) in run.record_resume(done, environment_of(parts)).items():
-                    what = f"{key} was {then}, now {now}: numbers may differ in their last bits from the first run's"
-                    live.note(f"warning: {what}")
+                if not steps:
+                    live.note(f"warning: {run.checkpoints} holds no checkpoint: the run begins again from its start")
+                for key, (then, now) in run.record_resume(done, environment_of(config, parts)).items():
+                    much = "numbers differ" if key == "code" else "numbers may differ in their last bits"
+                    live.note(f"warning: {key} was {then}, now {now}: {much} from the first run's")
             finished = _kind(config).go(config, parts, run, trackers, live)
             if rank0 and finished:
                 rows, environment = run.read_metrics(), run.environment
@@ -256,7 +260,7 @@ def _resumable(run: RunDirectory) -> Iterator[None]:
         ) from None
 
 
-def environment_of(parts: Parts) -> dict[str, Any]:
+def environment_of(config: RunConfig, parts: Parts) -> dict[str, Any]:
     """Where the run runs, and the precision table with what the probes saw."""
     rows = _precision(parts)
     for row in rows:
@@ -270,8 +274,18 @@ def environment_of(parts: Parts) -> dict[str, Any]:
     share: dict[str, Any] = {}
     if parts.twin is not None:
         share = {"engine_share": parts.twin.facts(parts.sampler.engine)}
+    code = {"code": digests} if (digests := _code(config.model_dump(mode="json"))) else {}
     about = {"precision": rows, "training_device": device, "grading": guards, "verdicts": parts.task.verifier.decides}
-    return environment() | about | products | weights | exact | several | share
+    return environment() | about | code | products | weights | exact | several | share
+
+
+def _code(part: Any) -> dict[str, str | None]:
+    """SHA-256 of the files of the recipe's own functions (losses, rewards, a judge), by their import paths."""
+    if isinstance(part, dict):
+        named = part.get("function")
+        here = {named: source_digest(named)} if isinstance(named, str) and re.fullmatch(IMPORT_PATH, named) else {}
+        return here | _code([*part.values()])
+    return {name: digest for each in part for name, digest in _code(each).items()} if isinstance(part, list) else {}
 
 
 def _precision(parts: Parts) -> list[dict[str, Any]]:
