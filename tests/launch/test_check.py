@@ -345,7 +345,8 @@ def test_a_script_with_next_to_nothing_in_it(text: str, tmp_path: Path) -> None:
 
 
 FREE = "+actor_rollout_ref.actor.fsdp_config.mixed_precision"
-OURS = ("actor_rollout_ref.actor.strategy=mantissa", "actor_rollout_ref.rollout.name=mantissa")
+OURS = ("actor_rollout_ref.actor.strategy=mantissa", "actor_rollout_ref.rollout.name=mantissa",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1")  # fmt: skip
 OUR_FSDP2 = ("actor_rollout_ref.actor.strategy=mantissa_fsdp2", f"{FREE}.param_dtype=fp16")
 
 

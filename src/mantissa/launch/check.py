@@ -35,7 +35,7 @@ from mantissa.launch.facts import (
 )
 from mantissa.launch.scripts import Override, Words, read_overrides
 from mantissa.launch.settings import Answer, Role, Setting, State, roles_text, settings_text
-from mantissa.launch.verl_tree import Tree, as_yaml, defaults, groups, nearest, not_at_default, refusals
+from mantissa.launch.verl_tree import Tree, as_yaml, defaults, groups, nearest, not_at_default
 
 _SHORT = {"float16": "fp16", "half": "fp16", "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16", "float32": "fp32",
           "float": "fp32", "fp32": "fp32"}  # fmt: skip
@@ -91,7 +91,8 @@ class Report(Answer):
         if self.foreign:
             lines += [f"  no verl known here has {', '.join(self.foreign)}: a fork's, or another version's"]
         lines += settings_text({
-            "precision settings without effect": [each for each in self.wrong if each.verdict != "unknown"],
+            "refused before the job has a worker": self.that("refused"),
+            "precision settings without effect": [e for e in self.wrong if e.verdict not in ("unknown", "refused")],
             "what these do is not known": self.that("unknown"),
             "precision settings that take effect": self.that("takes effect"),
             "handed to another program as they are": self.that("handed on"),
@@ -138,7 +139,9 @@ def _answer(words: Words, version: Version) -> Report:
     engine, rollout, assumed, strange = _engines(words)
     foreign = _foreign(words)
     assumed += foreign
-    refused = [] if foreign else _refused(words, engine, version)
+    leaves = defaults(version, _group(words, engine, version))
+    tree = Tree(leaves | {full(key): value for key, value in words.saved.items()})
+    refused = _refused(words, tree) if not foreign else []
     refusal = {short(each.given.key): each for each in refused}
     about = [
         given
@@ -153,17 +156,31 @@ def _answer(words: Words, version: Version) -> Report:
     good = {
         short(s.given.key): s.given.value for s in judged if s.verdict == "takes effect" and s.given.value != "null"
     }
+    ours = {key: each for key, each in _by_the_plugin(words, tree).items() if key not in refusal}
+    judged = [*(each for each in judged if short(each.given.key) not in ours), *ours.values()]
     settings = (*judged, *_variables(words, good, rollout))
     roles, casts = _known(_roles(words, good, engine, rollout, version), settings, strange), _casts(words, good, engine)
-    meant, others = _meant(settings, good, engine), len(words.overrides) - len(about)
+    meant, others = _meant(settings, good, engine), len(words.overrides.keys() - {short(s.given.key) for s in judged})
     return Report(settings, tuple(roles), others, version, engine, rollout, tuple(assumed), tuple(casts), tuple(meant),
                   tuple(refused), _of_no_verl(refused))  # fmt: skip
 
 
-def _refused(words: Words, engine: Engine, version: Version) -> list[Setting]:
-    """Every override for which hydra ends the job."""
-    whys = refusals(version, _group(words, engine, version), words.order)
+def _refused(words: Words, tree: Tree) -> list[Setting]:
+    """Every override for which hydra ends the job; ``tree`` has the others in it then."""
+    whys = [tree.apply(each) for each in words.order]
     return [Setting(each, "refused by hydra", why) for each, why in zip(words.order, whys, strict=True) if why]
+
+
+def _by_the_plugin(words: Words, tree: Tree) -> dict[str, Setting]:
+    """By key, what the plugin's engines and rollout end the job at before it has a worker: of what is set, and of what
+    is not and has such a default."""
+    from mantissa.verl.refusals import refused
+
+    found = {each.key: each for each in refused(lambda key: tree.value(full(key)))}
+    return {
+        key: Setting(words.overrides.get(key, Override(full(key), each.given)), "refused", f"{each.by}: {each.said}")
+        for key, each in found.items()
+    }
 
 
 def _group(words: Words, engine: Engine, version: Version) -> str:

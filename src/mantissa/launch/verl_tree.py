@@ -91,6 +91,23 @@ class Tree:
         """Whether hydra finds nothing there: no such key, null, or a reference to null."""
         return self.resolved(key, self._node(key)) is None
 
+    def value(self, key: str) -> Any:
+        """What stands at the key, references followed; None where nothing does, or a reference that is not known."""
+        return self._followed(self._root, key.split("."), [], _DEEPEST)
+
+    def _followed(self, node: Any, path: list[str], at: list[str], left: int) -> Any:
+        """What stands at ``path`` below ``node``, which stands at ``at``, references on the way followed too."""
+        found = _REFERENCE.fullmatch(node) if isinstance(node, str) else None
+        if found is not None and left:
+            up, name, default = found.groups()
+            other = [*at[: -len(up)], *name.split(".")] if up else name.split(".")
+            followed = self._followed(self._root, [*other, *path], [], left - 1)
+            return hydra_value(default.strip()) if followed is None and default and not path else followed
+        if not path:
+            return None if found or node in ("???", "null", "None") else node
+        inner = node.get(path[0], _NOTHING) if isinstance(node, dict) else _NOTHING
+        return None if inner is _NOTHING else self._followed(inner, path[1:], [*at, path[0]], left)
+
     def resolved(self, key: str, value: Any, left: int = _DEEPEST) -> Any:
         """What a value that stands at ``key`` comes to, references followed ``left`` deep; None where it is nothing."""
         if value is _NOTHING or value is None or value in ("???", "null", "None"):
