@@ -308,11 +308,11 @@ def gap_figures() -> str:
 
 
 def measured_gap() -> str:
-    """The newest row of each pair, in the command's order: figures, and their intervals below them."""
+    """The newest row of each default pair, in the command's order: figures, and their intervals below them."""
     from mantissa.bench.options import PAIRS
     from mantissa.runs.gap_page import TITLES, figure_text
 
-    newest = {r["pair"]: r for r in _rows("gap")}
+    newest = {r["pair"]: r for r in _rows("gap") if r["pair"] in PAIRS}
     names = [name for name in TITLES if name != "log_ratio_slope"]  # a thousand tokens know too little of it
     lines = []
     for pair, row in sorted(newest.items(), key=lambda each: PAIRS.index(each[0])):
