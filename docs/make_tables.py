@@ -465,11 +465,11 @@ COMMAND_PAGES = {
 
 
 def commands() -> str:
-    """Every command, in the groups of ``mantissa --help``, with its first line of help and its page."""
-    from mantissa.cli import GROUPS
+    """Every command, in the groups of ``--help`` and ``mantissa more``, with its first line of help and its page."""
+    from mantissa.cli import GROUPS, MORE
 
     lines = []
-    for group, said in GROUPS.items():
+    for group, said in (GROUPS | MORE).items():
         for i, (name, line) in enumerate(said.items()):
             page = COMMAND_PAGES.get(name)
             linked = f"[`mantissa {name}`]({page})" if page else f"`mantissa {name}`"

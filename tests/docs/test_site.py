@@ -132,9 +132,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_commands_and_make_targets_exist(page: Path) -> None:
-    from mantissa.cli import GROUPS
+    from mantissa.cli import GROUPS, MORE
 
-    known = {name for lines in GROUPS.values() for name in lines}
+    known = {name for lines in (GROUPS | MORE).values() for name in lines}
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)  # fenced blocks run in test_examples
     for command in re.findall(r"mantissa ([a-z]+)(?= |`|$)", "\n".join(re.findall(r"`[^`]+`|^    .+$", text, re.M))):
         assert command in known, f"{page.name} names the command {command}"
