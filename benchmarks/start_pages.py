@@ -62,13 +62,14 @@ def main() -> None:
     for name in parser.parse_args().pages:
         with tempfile.TemporaryDirectory() as folder:
             interpreter = trl_with_a_model(Path(folder)) if name == "trl" else sys.executable
-            began = time.perf_counter()
+            began, used = time.perf_counter(), sum(os.times()[2:4])
             done = run(commands(START / f"{name}.md"), Path(folder), interpreter=interpreter)
-            seconds = time.perf_counter() - began
+            seconds, used = time.perf_counter() - began, sum(os.times()[2:4]) - used
         if done.returncode:
             raise SystemExit(f"{name}: {done.stderr}")
         load = os.getloadavg()[0]
-        row = {"benchmark": "start_page", "page": name, "seconds": seconds, "load_average": load}
+        row = {"benchmark": "start_page", "page": name, "seconds": seconds, "processor_seconds": used}
+        row |= {"load_average": load}
         print(append("start_pages.jsonl", [row], "cpu"), name, f"{seconds:.0f} s, load {load:.1f}")
 
 

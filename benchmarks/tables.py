@@ -166,16 +166,14 @@ def smollm2_runs(rows: Sequence[Row]) -> str:
     return table(header, lines)
 
 
-README_PAIRS = ("fp32+serving", "fp16+serving", "bf16+serving", "fp8", "bf16/fp8", "exact")
-
-
 def short_gap(rows: Sequence[Row]) -> str:
-    """The README's: the pairs that show the range, and three figures of each."""
+    """The README's: the pairs that ``mantissa gap`` measures by default, and three figures of each."""
+    from mantissa.bench.options import PAIRS
     from mantissa.runs.gap_page import figure_text
 
     newest = {r["pair"]: r for r in rows if r["benchmark"] == "gap"}
     lines = []
-    for pair in README_PAIRS:
+    for pair in PAIRS:
         mean, interval = figure_text(newest[pair], "abs_logp_diff_mean")
         others = (figure_text(newest[pair], name)[0] for name in ("seq_log_ratio_std", "phantom_clip_fraction"))
         lines.append([f"`{pair}`", f"{mean} ({interval})", *others])

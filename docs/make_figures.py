@@ -365,8 +365,31 @@ def figure(query: str) -> str:
     return FIGURES[query]() if query in FIGURES else answer(query)
 
 
+# README.md is read as it stands, so its figures have no marks: what stands between the two texts is the query's figure.
+README = (
+    ("fp16's is", "fp16-of-bf16", "of bf16's"),
+    ("they download", "package-download", ", and"),
+    (", and", "model-download", "of a real model"),
+    ("SmolLM2-135M-Instruct,", "gap{pair=bf16+serving}.prompts", "prompts"),
+    ("Measured on", "gap{pair=bf16+serving}.device", ", one thread"),
+)
+
+
+def readme(text: str, show: Callable[[str], str] | None = None) -> str:
+    """README.md with every figure of ``README`` made anew, or with what ``show`` makes of its query."""
+    for before, query, after in README:
+        ends = (r"\s+".join(map(re.escape, each.split())) for each in (before, after))
+        pattern = re.compile(r"({}\s+)([^|]+?)(\s*{})".format(*ends))
+        if len(pattern.findall(text)) != 1:
+            raise SystemExit(f"README.md: expected one figure between {before!r} and {after!r}")
+        text = pattern.sub(lambda found, query=query: found[1] + (show or figure)(query) + found[3], text)
+    return text
+
+
 def figured(text: str, page: str) -> str:
-    """``text`` with every marked figure made anew; ``SystemExit`` names a mark that nothing makes."""
+    """``text`` with every figure made anew, marked or README.md's; ``SystemExit`` names a mark that nothing makes."""
+    if page == "README.md":
+        text = readme(text)
 
     def made(found: re.Match[str]) -> str:
         try:

@@ -1,10 +1,12 @@
-"""Write ``docs/recipes.md``, the reference of a recipe's keys, from the configuration's own descriptions.
+"""Write ``docs/recipes.md`` and ``docs/keys/*.md``, the reference of a recipe's keys, from the configuration's own
+descriptions.
 
-Run ``python docs/make_recipes.py``; a test holds the page and the code together.
+Run ``python docs/make_recipes.py``; a test holds the pages and the code together.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,7 +18,17 @@ from mantissa.guard import GuardConfig
 from mantissa.precision import PRESETS
 from mantissa.rl.config.run import RunConfig
 
-PAGE = Path(__file__).with_name("recipes.md")
+DOCS = Path(__file__).parent
+# Each page of keys: its title, and the sections of a recipe that it has.
+KEYS = {
+    "precision": ("precision", "loss_scaling"),
+    "model": ("model", "warm_start"),
+    "task": ("task", "perfectible", "grading"),
+    "rollout": ("rollout",),
+    "algorithm": ("algorithm",),
+    "training": ("optimizer", "evaluation", "checkpoint", "guard", "doctor"),
+    "waltz": ("waltz",),
+}
 RECIPES = Path(__file__).parents[1] / "recipes"
 _WITH_TERMS = "`task` (`kind: running_sum`)"  # terms of a reward are the same for every task: listed once
 _INTRO = """\
@@ -24,8 +36,7 @@ _INTRO = """\
 
 A recipe is one YAML file: everything a run does. Unknown keys are errors, and so are keys that would do nothing.
 On the command line, `key=value` changes a key, dots reach inside: `mantissa train RECIPE steps=20 optimizer.lr=1e-4`.
-
-This page is generated from the code by `docs/make_recipes.py`.
+The keys of a section are on a page of their own: {pages}.
 """
 
 
@@ -58,7 +69,7 @@ def section(title: str, model: type[BaseModel], told: dict[str, tuple[str, str]]
     doc = " ".join((model.__doc__ or "").split("\n\n")[0].split()).replace("``", "`")
     lines = [f"\n## {title}\n", doc, ""]
     if model is GuardConfig:
-        return [*lines[:-1], "", "Its keys: [Rollback](rollback.md#settings)."]
+        return [*lines[:-1], "", "Its keys: [Rollback](../rollback.md#settings)."]
     rows: list[str] = []
     again: list[str] = []
     inner: list[str] = []
@@ -95,22 +106,40 @@ def shipped() -> list[str]:
     return lines
 
 
-def page() -> str:
-    """The whole page."""
-    lines = [_INTRO, *shipped(), *section("The run", RunConfig), "\n## Presets of `precision`\n"]
-    lines += ["| preset | train | rollout |", "|---|---|---|"]
+def pages() -> dict[str, str]:
+    """Every page by its path below ``docs``."""
+    text = "\n".join(section("The run", RunConfig))
+    run, *rest = (f"\n## {part}" for part in text.split("\n## ")[1:])
+    linked = ", ".join(f"[{', '.join(f'`{name}`' for name in names)}](keys/{page}.md)" for page, names in KEYS.items())
+    made = {"recipes.md": "\n".join([_INTRO.format(pages=linked), *shipped(), run]) + "\n"}
+    more = {"precision": _presets(), "algorithm": _corrections()}
+    for page, names in KEYS.items():
+        mine = [part.strip() for part in rest if re.split(r"[.`]", part)[1] in names]
+        made[f"keys/{page}.md"] = "\n\n".join([f"# Keys: {', '.join(names)}", *mine, *more.get(page, ())]) + "\n"
+    assert sum(text.count("\n## `") for text in made.values()) == len(rest), "a section that no page has"
+    return made
+
+
+def _presets() -> list[str]:
+    lines = ["| preset | train | rollout |", "|---|---|---|"]
     lines += [f"| `{name}` | {policy.train} | {policy.rollout} |" for name, policy in PRESETS.items()]
-    lines += [
-        "",
-        "`NAME-experts` and `NAME-experts-rollout` of a scaled format: in the routed experts of a mixture alone.",
-    ]
-    lines += ["\n## Names for `algorithm.correction`\n", "Bounds are on r = learner / rollout.\n", "| name | fields |"]
-    lines += ["|---|---|"]
+    experts = "`NAME-experts` and `NAME-experts-rollout` of a scaled format: in the routed experts of a mixture alone."
+    return ["## Presets of `precision`", "\n".join(lines), experts]
+
+
+def _corrections() -> list[str]:
+    lines = ["| name | fields |", "|---|---|"]
     for name, correction in CORRECTION_PRESETS.items():
         fields = correction.model_dump(exclude_defaults=True)
         lines.append(f"| `{name}` | {', '.join(f'`{key}: {value}`' for key, value in fields.items()) or 'weight 1'} |")
-    return "\n".join(lines) + "\n"
+    return ["## Names for `algorithm.correction`", "Bounds are on r = learner / rollout.", "\n".join(lines)]
+
+
+def main() -> None:
+    for path, text in pages().items():
+        (DOCS / path).parent.mkdir(exist_ok=True)
+        (DOCS / path).write_text(text)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    main()

