@@ -16,7 +16,7 @@ from typing import Any
 
 from mantissa.base.bounds import boundary
 from mantissa.base.errors import MantissaError
-from mantissa.base.readers.limits import Limits, opened, require_few, require_size
+from mantissa.base.readers.limits import Limits, opened, require_size
 
 DOCUMENT = Limits(256 << 20, 100, 10_000_000)  # state, settings, an index, an answer from a server
 ROW = Limits(64 << 20, 100, 10_000_000)
@@ -106,3 +106,25 @@ def _short(digits: int) -> Any:
         return int(text)
 
     return whole
+
+
+def require_few(value: Any, limits: Limits) -> None:
+    """Raise for too many levels or values, and for half of a surrogate pair; level by level, without a stack."""
+    layer, values, levels = [value], 1, 0
+    while layer:
+        inner: list[Any] = []
+        for each in layer:
+            if isinstance(each, dict):
+                inner += [*each, *each.values()]
+                values += len(each)
+            elif isinstance(each, list):
+                inner += each
+                values += len(each)
+            elif isinstance(each, str) and not each.isascii():
+                each.encode()
+        levels += any(isinstance(each, (list, dict)) for each in layer)
+        if levels > limits.depth:
+            raise ValueError(f"nested more than {limits.depth} levels deep")
+        if values > limits.values:
+            raise ValueError(f"more than {limits.values:,} values")
+        layer = inner

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from mantissa.base.bounds import regular_file
 from mantissa.base.errors import MantissaError
@@ -46,25 +46,3 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
     with bar(path, "rb", description=f"reading {path.name}", transient=True, console=Console(stderr=True)) as file:
         yield file
-
-
-def require_few(value: Any, limits: Limits) -> None:
-    """Raise for too many levels or values, and for half of a surrogate pair; level by level, without a stack."""
-    layer, values, levels = [value], 1, 0
-    while layer:
-        inner: list[Any] = []
-        for each in layer:
-            if isinstance(each, dict):
-                inner += [*each, *each.values()]
-                values += len(each)
-            elif isinstance(each, list):
-                inner += each
-                values += len(each)
-            elif isinstance(each, str) and not each.isascii():
-                each.encode()
-        levels += any(isinstance(each, (list, dict)) for each in layer)
-        if levels > limits.depth:
-            raise ValueError(f"nested more than {limits.depth} levels deep")
-        if values > limits.values:
-            raise ValueError(f"more than {limits.values:,} values")
-        layer = inner
