@@ -1,7 +1,7 @@
 """The doctor on sets of dumps that others made: ``python benchmarks/run.py doctor_hands FOLDER ...``.
 
 A set is a folder of dumps in the plain schema with ``truth.jsonl``, a row a dump: file, kind, healthy, size (small or
-large), strength, family, formats, d_rms and healthy_d_rms. Three were written without a look at the doctor, each by
+large), strength, family, formats, d_rms and healthy_d_rms. Four were written without a look at the doctor, each by
 another hand: engines and weights (a), recording, masking and bookkeeping (b), and of everything (c; and d, which no
 mend has seen before its first row). The sets are not in this repository; a row has the digest of what it is of.
 
@@ -201,7 +201,7 @@ for _names, _kinds in (
      "weights_changed_mid_generation"),
     ("mid_sequence weights stale",
      "weights_updated_mid_generation"),
-    # The set d, of 2026-11-28: written down before the doctor had read a dump of it, with the expectation that at most 6
+    # The set d (2026-11-28): written down before the doctor had read a dump of it, with the expectation that at most 6
     # of its 180 faults are named wrongly (3%) and at most 1 of its 60 healthy dumps is an alarm.
     ("weights unrelated stale",
      "adapter_scale adapter_wrong_slot attention_scale experts_permuted gate_up_swapped head_not_synced "
