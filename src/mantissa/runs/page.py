@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
     from rich.table import Table as TerminalTable
 
+_GUTTER = 2  # columns of a terminal between two of a table
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ufffe\uffff\ud800-\udfff]")
 
 
@@ -186,12 +188,16 @@ def shortened(value: str, limit: int) -> str:
 
 def terminal(header: Sequence[Any], rows: Iterable[Sequence[Any]], **look: Any) -> TerminalTable:
     """The same table for a console that takes text as it is (``markup=False``), without lines. Nothing is cut: what is
-    too long for its column goes on in the next line."""
+    too long for its column goes on in the next line, between words where the terminal has room for the longest ones."""
     from rich.table import Table as TerminalTable
 
+    rows = [tuple(row) for row in rows]
     table = TerminalTable(*header, **{"box": None, "padding": (0, 2, 0, 0)} | look)
-    for column in table.columns:
-        column.overflow = "fold"
+    cells = [[str(row[place]) for row in (header, *rows) if place < len(row)] for place in range(len(header))]
+    words = [max((len(word) for cell in column for word in cell.split()), default=0) for column in cells]
+    room = sum(words) + _GUTTER * len(words) <= shutil.get_terminal_size().columns
+    for column, longest in zip(table.columns, words, strict=True):
+        column.overflow, column.min_width = "fold", longest if room else None
     for row in rows:
         table.add_row(*row)
     return table
