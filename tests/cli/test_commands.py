@@ -72,6 +72,12 @@ def test_precision_shows_every_preset_each_role_and_the_evidence(
     assert rows["learner"] == ["bf16", "bf16", "simulated"]
     assert rows["rollout"] == ["fp16", "fp16", "simulated"]
     assert rows["master"] == ["fp32", "fp32", "native"]
+    assert "keeps 1+u" not in text
+    whole, short = (mantissa("precision", "fp32", "--device", "cpu", *more).out for more in (["--explain"], []))
+    assert "probe of the learner's kernels: keeps 1+u" in whole
+    assert len(short.splitlines()) < 15
+    assert "fp32 operands, fp32 result" in " ".join(short.split())
+    assert "half operands" not in short
 
 
 def test_python_dash_m_and_the_end_of_a_pipe() -> None:
