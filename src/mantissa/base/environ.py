@@ -111,13 +111,16 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
 
     def at(self, line: str) -> None:
-        """What is at work from now on; an empty line: nothing is."""
+        """What is at work from now on; an empty line: nothing is, and when this returns nothing more is said."""
         with self._changed:
-            self._line = line
+            self._line, ended = line, None if line else self._thread
             if line and self._thread is None:
                 self._thread = threading.Thread(target=self._watch, daemon=True)
                 self._thread.start()
             self._changed.notify()
+        if ended is not None:
+            ended.join()
+            self._thread = None
 
     def heard(self) -> None:
         """Something else was said just now."""
@@ -125,12 +128,13 @@ class Heartbeat:
             self._due = time.monotonic() + self._every
 
     def _watch(self) -> None:
-        while True:
-            with self._changed:
-                while not self._line or time.monotonic() < self._due:
-                    self._changed.wait(max(self._due - time.monotonic(), 0.0) if self._line else None)
-                self._due = time.monotonic() + self._every
-                self._say(self._line)
+        with self._changed:
+            while self._line:
+                if (left := self._due - time.monotonic()) > 0:
+                    self._changed.wait(left)
+                else:
+                    self._due = time.monotonic() + self._every
+                    self._say(self._line)
 
 
 def keep_freed_memory() -> bool:
