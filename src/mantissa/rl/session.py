@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,11 +35,12 @@ from mantissa.rl.config.run import RunConfig, apply_overrides, make_config, wide
 from mantissa.rl.run import Run
 from mantissa.rl.step import go
 from mantissa.runs.directory import Onlooker, RunDirectory, default_path, environment
-from mantissa.runs.health import expected_gap, gap_sentence, share_sentence
+from mantissa.runs.health import VERDICTS, expected_gap, gap_sentence, share_sentence
 from mantissa.runs.live import Live, Trackers, from_names
 from mantissa.runs.report import build_report
 from mantissa.training.audit import audit
 from mantissa.training.optimizer import described
+from mantissa.training.scaler import FixedScaler
 
 _PATIENCE = timedelta(minutes=30)  # that a rank waits for another: one may have sampled much longer responses
 MAY_CHANGE = ("nproc", "parallel", "rollout.vllm.server")  # when a run goes on
@@ -61,13 +62,18 @@ def _kind(config: RunConfig) -> Kind:
     return next((kind for section, kind in KINDS.items() if getattr(config, section) is not None), _PLAIN)
 
 
-def start(config: RunConfig) -> Path:
+Say = Callable[[str], None]  # takes what is at work while no screen is there yet, or no more; "": nothing is
+_ASSEMBLING, _DRAWING = "loading the model and proving its kernels", "drawing the report"
+
+
+def start(config: RunConfig, say: Say = lambda line: None) -> Path:
     """Run ``config`` from its beginning in a new folder; returns the path of its report."""
     if config.guard is not None:  # what would stop the run later is refused now
         resolve(widened(config, config.guard.to).precision, choose_device(config.device))
         if config.guard.reference is not None:
             ReferenceRun.read(config.guard.reference)
     with joined(config, choose_device(config.device)) as ranks:
+        say(_ASSEMBLING)
         parts = _assemble(config, ranks)
         try:
             path = ranks.broadcast(config.run_dir or str(default_path(config.name)))
@@ -77,10 +83,12 @@ def start(config: RunConfig) -> Path:
             parts.close()
             raise
         with run, _resumable(run):
-            return _to_the_end(config, parts, run, "start")
+            return _to_the_end(config, parts, run, "start", say)
 
 
-def resume(path: str | Path, overrides: Sequence[str] = (), nproc: int | None = None) -> Path:
+def resume(
+    path: str | Path, overrides: Sequence[str] = (), nproc: int | None = None, say: Say = lambda line: None
+) -> Path:
     """Continue the run in ``path`` from its newest checkpoint; returns the path of its report.
 
     The promise of equal bits holds where the machine, versions, thread and process count are those of the start: what
@@ -91,7 +99,8 @@ def resume(path: str | Path, overrides: Sequence[str] = (), nproc: int | None = 
         run = RunDirectory.open(path, write=True) if ranks.rank0 else Onlooker.open(path)
         with run, _resumable(run):
             config = _in_force(config, run, ranks)
-            return _to_the_end(config, _assemble(config, ranks, _products(run, ranks)), run, "resume")
+            say(_ASSEMBLING)
+            return _to_the_end(config, _assemble(config, ranks, _products(run, ranks)), run, "resume", say)
 
 
 def resumed_config(path: str | Path, overrides: Sequence[str] = (), nproc: int | None = None) -> RunConfig:
@@ -142,17 +151,22 @@ def joined(config: RunConfig, device: torch.device) -> Iterator[Ranks]:
 _Way = Literal["start", "resume", "fall back"]  # how a run comes to take its next step
 
 
-def _to_the_end(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> Path:
+def _to_the_end(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way, say: Say) -> Path:
     """The run in one format after the other, as its guard takes it; closes ``parts``, and returns the report's path."""
     while True:
         ranks = parts.ranks
+        say("")
         try:
             finished = _take_steps(config, parts, run, way)
         finally:
             parts.close()
         if finished:
-            return build_report(run) if ranks.rank0 else run.report_path
+            say(_DRAWING)
+            report = build_report(run) if ranks.rank0 else run.report_path
+            say("")
+            return report
         del parts  # their memory goes before others take as much
+        say(_ASSEMBLING)
         config, way = _in_force(config, run, ranks), "fall back"
         parts = _assemble(config, ranks, _products(run, ranks))
 
@@ -185,15 +199,13 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
         table = _precision(parts)
         recipe = config.model_dump(include={"rollout"})
         expected = partial(expected_gap, {"precision": table}, recipe)
-        with _screen(config.steps, done, rank0, parts.task.verifier.decides, expected) as live:
+        with _screen(config.steps, done, rank0, _still(config, parts), expected) as live:
             live.precision(table)
             ranks, device = parts.ranks, str(parts.device)
             if not ranks.alone:
                 device = f"{parts.device.type}, {ranks.world} processes ({ranks.kind})"
             others = "".join(f"   {name} policy {_parameters(other)}" for name, other in parts.beside.items())
             live.note(f"run {run.path}   device {device}   parameters {_parameters(parts)}{others}")
-            if parts.precision.products is not None:
-                live.note(f"products {parts.precision.products}; which library has which shape: environment.json")
             if parts.model.config.weights_note:
                 live.note(f"weights {parts.model.config.weights_note}")
             for line in parts.exact:
@@ -207,6 +219,7 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
             if rank0 and config.guard is not None and (fell := fall_back_of(run.checkpoints)):
                 run.record_fall_back(fell, environment_of(config, parts))
             if way == "resume" and rank0:
+                live.note(f"resumed after step {done} of {config.steps}")
                 if not steps:
                     live.note(f"warning: {run.checkpoints} holds no checkpoint: the run begins again from its start")
                 for key, (then, now) in run.record_resume(done, environment_of(config, parts)).items():
@@ -238,11 +251,23 @@ def _uncorrected(config: RunConfig, rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def _still(config: RunConfig, parts: Parts) -> set[str]:
+    """The metrics of the screen that no step of this run can move."""
+    scaler, still = parts.learner.step.scaler, set() if parts.task.verifier.decides else {*VERDICTS}
+    if config.evaluation is None:
+        still.add("eval/greedy_accuracy")
+    if isinstance(scaler, FixedScaler):
+        still |= {"precision/loss_scale"} | ({"precision/retries"} if scaler.scale == 1 else set())
+    return still
+
+
 @contextmanager
-def _screen(steps: int, done: int, rank0: bool, verdicts: bool, expected: Callable[[], Usual]) -> Iterator[Live]:
+def _screen(
+    steps: int, done: int, rank0: bool, still: Collection[str], expected: Callable[[], Usual]
+) -> Iterator[Live]:
     """What a person sees; of other ranks than 0, nothing."""
     if rank0:
-        with Live(steps, done=done, verdicts=verdicts, expected=expected) as live:
+        with Live(steps, done=done, still=still, expected=expected) as live:
             yield live
         return
     with open(os.devnull, "w") as nowhere, Live(steps, done=done, console=Console(file=nowhere)) as live:
