@@ -97,6 +97,7 @@ def test_a_fork_and_a_variable_that_no_file_has(tmp_path: Path) -> None:
     assert isinstance(found, Report)
     assert "no verl known here has retriever.url" in found.assumed[0]
     assert {each.verdict for each in found.wrong} == {"unknown"}
+    assert (found.fork, set(active(found).values())) == (True, {"not known (retriever.url)"})
     _, found = check_job(hydra(tmp_path / "b", leaves, ["+retriever.url=x"]))
     assert isinstance(found, Report)
     assert found.assumed == ()
