@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tables_check
 import tables_doctor
 import tables_trainer
 import tables_verl
@@ -458,7 +459,7 @@ COMMAND_PAGES = {
     "recipes": "recipes.md", "train": "recipes.md", "lab": "lab.md", "bench": "bench.md", "gap": "gap.md",
     "doctor": "doctor.md", "metrics": "metrics.md", "precision": "guide.md", "tune": "tune.md", "guard": "rollback.md",
     "fitness": "fitness.md", "weights": "weights.md",
-    "launch": "cluster.md", "check": "integrations.md", "check-verl": "cluster.md", "serve": "vllm.md",
+    "launch": "cluster.md", "check": "check.md", "check-verl": "cluster.md", "serve": "vllm.md",
     "evolve": "evolution.md",
     "worldmodel": "worldmodel.md", "sample": "models.md", "demo": "start/laptop.md", "replay": "exactness.md",
 }  # fmt: skip
@@ -510,6 +511,7 @@ def profiles() -> str:
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    **tables_check.TABLES,
     **tables_doctor.TABLES,
     **tables_trainer.TABLES,
     **tables_verl.TABLES,

@@ -97,6 +97,7 @@ def test_a_fork_and_a_variable_that_no_file_has(tmp_path: Path) -> None:
     assert isinstance(found, Report)
     assert "no verl known here has retriever.url" in found.assumed[0]
     assert {each.verdict for each in found.wrong} == {"unknown"}
+    assert (found.fork, set(active(found).values())) == (True, {"not known (retriever.url)"})
     _, found = check_job(hydra(tmp_path / "b", leaves, ["+retriever.url=x"]))
     assert isinstance(found, Report)
     assert found.assumed == ()
@@ -124,7 +125,10 @@ def test_a_job_of_trl_s(tmp_path: Path) -> None:
         "correction": "token_mask, up to 3.0",
         "rollout": "vLLM beside the trainer, in the checkpoint's format",
         "temperature": "0.9 on both sides"}  # fmt: skip
-    (checkpoint / "config.json").unlink()
+    (checkpoint / "adapter_config.json").write_text("{}")
+    assert active(check_job(tmp_path)[1])["masters"].startswith("of adapters, fp32")
+    for name in ("config.json", "adapter_config.json"):
+        (checkpoint / name).unlink()
     assert active(check_job(tmp_path)[1])["masters"] == "not known"
 
 
@@ -253,3 +257,19 @@ def test_what_is_no_trainer_of_rl_s(tmp_path: Path) -> None:
     (tmp_path / "training_args.bin").write_bytes(pickle.dumps(held))
     with pytest.raises(MantissaError, match="which samples nothing"):
         check_job(tmp_path)
+
+
+def test_a_job_of_trl_s_by_weights_and_biases(tmp_path: Path) -> None:
+    """Trainer's callback puts the model's configuration, and its adapters', beside the arguments."""
+    files = tmp_path / "files"
+    files.mkdir()
+    fields = {"per_device_train_batch_size": 8, "num_generations": 8, "use_vllm": False, "bf16": True, "fp16": False}
+    for more, masters, wrong in (
+        ({"dtype": "bfloat16"}, "bfloat16", {"dtype": "harmful"}), ({"dtype": "float32"}, "float32", {}),
+        ({"dtype": "bfloat16", "peft_config": {"r": 8}}, "of adapters, fp32; the other weights are bfloat16", {}),
+        ({"dtype": "bfloat16", "deepspeed": "x.json"}, "not known", {}),
+    ):  # fmt: skip
+        values = {name: {"value": value} for name, value in (fields | more).items()}
+        (files / "config.yaml").write_text(yaml.safe_dump(values))
+        _, found = check_job(tmp_path)
+        assert (active(found)["masters"], {each.given.key: each.verdict for each in found.wrong}) == (masters, wrong)

@@ -379,3 +379,42 @@ def test_hostile_toml(text: str, tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_text(text)
     error = attempt(checked, tmp_path / "x.toml")
     assert (error is None) == text.startswith("[orchestrator")
+
+
+LOADED = """
+import torch
+from trl import GRPOConfig, GRPOTrainer
+DTYPE = torch.bfloat16
+{load}
+trainer = GRPOTrainer({given}, args=GRPOConfig({config}), train_dataset=data)
+"""
+LOADS = [
+    ("model = AutoModelForCausalLM.from_pretrained('x', dtype=torch.bfloat16)", "model=model", "bf16=True", "bfloat16",
+     {"from_pretrained.dtype": "harmful"}),
+    ("model = M.from_pretrained('x', torch_dtype=DTYPE)", "model", "model_init_kwargs={'dtype': 'float16'}", "bfloat16",
+     {"from_pretrained.dtype": "harmful", "model_init_kwargs.dtype": "ignored"}),
+    ("", "model=M.from_pretrained('x', dtype='float16')", "fp16=True", "float16",
+     {"from_pretrained.dtype": "refused", "fp16": "refused"}),
+    ("model = M.from_pretrained('x', dtype=torch.float32)", "model=model", "fp16=True", "float32", {}),
+    ("model = M.from_pretrained('x')", "model=model", "", "the checkpoint's format", {}),
+    ("model = M.from_pretrained('x', **more)", "model=model", "", "not known", {}),
+    ("model = M.from_pretrained('x', dtype=DTYPE)\nmodel = get_peft_model(model, c)", "model=model", "",
+     "of adapters, fp32; the other weights are bfloat16", {}),
+    ("model, tokenizer = M.from_pretrained('x', dtype=None)", "model=model, peft_config=c", "",
+     "of adapters, fp32; the other weights are not known", {}),
+    ("model = load_model(cfg)", "model=model", "", "not known", {}),
+    ("model = 'Qwen/Qwen3-0.6B'", "model=model", "", "float32", {}),
+    ("", "model=args.model_name_or_path, peft_config=None", "", "float32", {}),
+    ("model = model\nmodel = get_peft_model(model)", "model=model", "",
+     "of adapters, fp32; the other weights are not known", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("load", "given", "config", "masters", "wrong"), LOADS, ids=range(len(LOADS)))
+def test_a_model_that_the_script_loads(
+    load: str, given: str, config: str, masters: str, wrong: dict[str, str], tmp_path: Path
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(LOADED.format(load=load, given=given, config="'out', disable_dropout=True, " + config))
+    found = checked(path)
+    assert (roles(found)["masters"], verdicts(found)) == (masters, wrong)

@@ -31,7 +31,9 @@ def check(
     framework: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="verl, trl, openrlhf, nemo-rl, skyrl or areal.", show_default="found by looking"
+            metavar="NAME",
+            help="verl, trl, ms-swift, prime-rl ...: see docs/check.md.",
+            show_default="found by looking",
         ),
     ] = None,
     verl_version: Annotated[
@@ -41,8 +43,9 @@ def check(
 ) -> None:
     """Say which settings of precision, log-probs and correction are ignored, changed, refused or harmful.
 
-    Reads scripts (shell, Python) and configurations (YAML) of verl, TRL, OpenRLHF, NeMo-RL, SkyRL and AReaL. Nothing
-    is run. Each answer names the line of the framework's source that shows it.
+    Reads scripts (shell, Python) and configurations (YAML, TOML) of verl, TRL, OpenRLHF, NeMo-RL, SkyRL, AReaL,
+    ms-swift, slime, miles and prime-rl, or what a job of theirs saved. Nothing is run. Each answer names the line of the
+    framework's source that shows it.
 
     Exit code 0: every setting does what it says. 1: some do not. 2: bad input. 3: what some do is not known.
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mantissa.base.readers.json import read_json
 from mantissa.base.readers.yaml import read_shipped
+from mantissa.launch.verl_tree import tree
 
 Engine = Literal["fsdp", "fsdp2", "megatron", "mantissa_fsdp2", "mantissa"]
 Rollout = Literal["vllm", "sglang", "trtllm", "mantissa"]
@@ -48,20 +49,24 @@ class _Data(BaseModel):
 
 
 class _Row(_Data):
+    key: str
     engines: tuple[Engine, ...] = ENGINES
     rollouts: tuple[Rollout, ...] = ROLLOUTS
+    versions: tuple[Version, ...] = VERSIONS
+
+    @property
+    def new(self) -> bool:
+        """Whether the key is not in verl's tree, so that hydra wants ``+key=value``."""
+        return not tree(self.versions[-1], "megatron" if "megatron" in self.engines else "dp").has(full(self.key))
 
 
 class Fact(_Row):
-    """One key that somebody reads. ``new``: it is not in verl's tree, so hydra wants ``+key=value``."""
+    """One key that somebody reads."""
 
-    key: str
-    new: bool
     what: str
     read_in: str
     kind: Literal["precision", "handed", "other"] = "other"
     as_: str | None = Field(None, alias="as")
-    versions: tuple[Version, ...] = VERSIONS
     values: tuple[str, ...] = ()
     values_by: dict[str, tuple[str, ...]] = {}
     says: dict[str, str] = {}
@@ -80,8 +85,6 @@ class Fact(_Row):
 class Ignored(_Row):
     """A precision key that verl accepts and that the given engines do not read; ``instead`` is what they read."""
 
-    key: str
-    new: bool
     why: str
     instead: str = ""
 
@@ -108,18 +111,14 @@ def _facts(groups: list[dict[str, Any]]) -> Iterator[Fact]:
         for name, said in group["keys"].items():
             row = dict(zip(("what", "trap"), said, strict=True)) if isinstance(said, list) else said
             row = {"what": row} if isinstance(row, str) else row
-            yield Fact(**shared | row | _key(under + name))
-
-
-def _key(written: str) -> dict[str, Any]:
-    return {"key": written.removeprefix("+"), "new": written.startswith("+")}
+            yield Fact(**shared | row | {"key": under + name})
 
 
 def _ignored(rows: list[dict[str, Any]]) -> Iterator[Ignored]:
     for row in rows:
         for name in row.pop("names", [""]):
             texts = {column: row[column].replace("{name}", name) for column in ("key", "instead") if column in row}
-            yield Ignored(**row | texts | _key(texts["key"]))
+            yield Ignored(**row | texts)
 
 
 _TABLE = read_table("verl_keys.yaml")

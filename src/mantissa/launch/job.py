@@ -78,6 +78,9 @@ def read_job(folder: Path) -> Job:
         if where := _newest(folder, _LOGGED):
             job = Job(where, Given(partial=True))
             _read(folder, where, job.given)
+            if job.given.has("per_device_train_batch_size"):  # of Trainer's callback, which has adapters too
+                adapters = any(key.startswith("peft_config.") for key in job.given.settings)
+                job.given.settings |= {"use_peft": str(adapters).lower(), "trainer.model": "null"}
             _forget_deepspeed(job.given)
             return job
     raise MantissaError(f"{folder}: no configuration in it; {_ADVICE}")
@@ -171,10 +174,14 @@ def _value(value: Any) -> Any:
 
 def _model(folder: Path, path: Path, job: Job) -> None:
     """The format in which the model was held, as transformers wrote it with the model."""
+    if _beside(folder, path.with_name("adapter_config.json")):
+        job.given.settings["use_peft"] = "true"
+        return
     held = _json(folder, path)
     dtype = held.get("dtype", held.get("torch_dtype"))
     if isinstance(dtype, str):
         job.given.settings["dtype"] = plain(dtype)
+        job.given.settings |= {"use_peft": "false", "trainer.model": "null"}  # whose it was changes nothing of this
         job.said.append(f"the model was saved in {plain(dtype)}, which its weights are held in (config.json)")
 
 

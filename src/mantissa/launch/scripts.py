@@ -25,6 +25,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.readers.limits import Limits
 from mantissa.base.readers.toml import read_toml
 from mantissa.base.readers.yaml import parse_yaml, read_yaml
+from mantissa.launch.models import model_settings
 
 _LARGEST = 400_000  # bytes of a script
 _MADE, _FILES = 16_000_000, 64  # that reading one command may make, and read
@@ -253,6 +254,8 @@ def _read_python(path: Path, found: Given, classes: Sequence[str]) -> None:
         if isinstance(node, ast.Call) and called in classes:
             found.words.append(called)
             _keywords(node.keywords, "", constants, found, called)
+    if found.words:
+        found.settings |= model_settings(tree, lambda node: _text(_constant(node, constants)))
     parsed = [name.id for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node.func) in _PARSERS
               for name in ast.walk(node) if isinstance(name, ast.Name) and name.id in classes]  # fmt: skip
     if parsed and not any(word in parsed for word in found.words):
@@ -260,6 +263,10 @@ def _read_python(path: Path, found: Given, classes: Sequence[str]) -> None:
         found.partial = True
         found.notes.append(f"{path.name} takes {parsed[0]} from its command line: give that too, as KEY=VALUE or as "
                            "the shell script or YAML that it stands in")  # fmt: skip
+
+
+def _text(value: Any) -> str | None:
+    return plain(value) if isinstance(value, str) else None
 
 
 def _called(function: ast.expr) -> str:

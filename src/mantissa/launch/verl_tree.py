@@ -171,24 +171,30 @@ class Tree:
         (self._node(above) if above else self._root).pop(last)
 
 
+@cache
+def tree(version: str, group: str) -> Tree:
+    """A version's own tree where ``model_engine`` is ``group``: to be looked at, and left as it is."""
+    return Tree(defaults(version, group))
+
+
 def not_at_default(settings: Mapping[str, str], version: str, group: str) -> dict[str, str]:
     """The leaves of a whole configuration, as text, that say something else than this version does by itself."""
     known = defaults(version, group if group in groups(version) else "dp")
-    tree = Tree(settings)
+    own = Tree(settings)
 
     def default(key: str) -> Any:
         """What a key would come to here, where the version has it or refers to a section that has it."""
         above = next((each for each in _and_above(key) if each in known), None)
         if above is None or (above != key and not _refers(known[above])):
             return _NOTHING
-        node = tree.resolved(above, known[above])
+        node = own.resolved(above, known[above])
         for part in key.removeprefix(above).split(".")[1:]:
             node = node.get(part, _NOTHING) if isinstance(node, dict) else _NOTHING
         return node
 
     def differs(key: str, value: str) -> bool:
         expected = default(key)
-        return expected is _NOTHING or plain(tree.resolved(key, value)) != plain(tree.resolved(key, expected))
+        return expected is _NOTHING or plain(own.resolved(key, value)) != plain(own.resolved(key, expected))
 
     return {key: value for key, value in settings.items() if differs(key, value)}
 
@@ -196,15 +202,17 @@ def not_at_default(settings: Mapping[str, str], version: str, group: str) -> dic
 def nearest(settings: Mapping[str, str], group: str) -> str:
     """The version whose tree has the keys of a whole configuration, as far as any has; of several the newest."""
 
+    own = Tree(settings)
+
     def strange(version: str) -> int:
-        known = defaults(version, group if group in groups(version) else "dp")
-        tree, own = Tree(known), Tree(settings)
-        return sum(not tree.may_have(key) for key in settings) + sum(not own.may_have(key) for key in known)
+        group_ = group if group in groups(version) else "dp"
+        strangers = sum(not tree(version, group_).may_have(key) for key in settings)
+        return strangers + sum(not own.may_have(key) for key in defaults(version, group_))
 
     return min(reversed(list(_trees())), key=strange)
 
 
 def refusals(version: str, group: str, overrides: Sequence[Override]) -> list[str]:
     """Of each override, in their order, why hydra refuses it; empty where it takes it."""
-    tree = Tree(defaults(version, group))
-    return [tree.apply(given) for given in overrides]
+    applied = Tree(defaults(version, group))
+    return [applied.apply(given) for given in overrides]
