@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from mantissa.base.errors import MantissaError, say
+
 _WRONG, _UNKNOWN = 1, 3  # exit codes
 Files = Annotated[
     list[str],
@@ -50,21 +52,20 @@ def check(
         pairs = [f"++{key}={value}" for key, value in given.settings.items() if "." in key]
         return verl(shell if len(files) == len(shell) == 1 else pairs, verl_version)
     found = check_settings(given, whose(given, framework))
-    typer.echo(found.text)
+    say(found.text)
     if found.wrong or found.unknown:
         raise typer.Exit(_WRONG if found.wrong else _UNKNOWN)
 
 
 def verl(overrides: list[str], version: str) -> None:
     """What verl's own check says, and its exit code."""
-    from mantissa.base.errors import MantissaError
     from mantissa.launch.check import check_verl
     from mantissa.launch.facts import VERSIONS
 
     if version not in VERSIONS:
         raise MantissaError(f"--verl-version {version}: expected one of {', '.join(VERSIONS)}")
     report = check_verl(overrides, version)
-    typer.echo(report.text)
+    say(report.text)
     if report.wrong or report.refused:
         known = report.refused or any(each.verdict != "unknown" for each in report.wrong)
         raise typer.Exit(_WRONG if known else _UNKNOWN)

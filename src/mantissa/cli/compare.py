@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mantissa.base.errors import say
 from mantissa.cli import screen
 
 
@@ -32,4 +33,4 @@ def compare(
     from mantissa.runs.compare_page import build_comparison, show
 
     build_comparison(runs or [], out, lambda found: show(found, screen()))
-    typer.echo(f"comparison: {out}")
+    say(f"comparison: {out}")

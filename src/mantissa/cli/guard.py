@@ -46,8 +46,8 @@ def guard(
 
     mantissa guard runs/fp16 --window 100 overflow_fall_back=0.2
     """
-    from rich.console import Console
 
+    from mantissa.base.screen import Screen
     from mantissa.guard import GuardLog
     from mantissa.guard.config import read_rows
     from mantissa.guard.review import compared, described, guard_of, refuse_unjudged, rules
@@ -61,7 +61,7 @@ def guard(
     judge, source, foreign = guard_of(folder, lambda values: apply_overrides(values, tried), reference)
     refuse_unjudged(run, rows, judge)
     decisions = [judge.observe(row) for row in rows]
-    console = Console(markup=False, highlight=False, soft_wrap=True)
+    console = Screen(markup=False, highlight=False, soft_wrap=True)
     console.print(f"guard of {run}: {len(rows)} steps, {rows[0]['step']} to {rows[-1]['step']}; {source}")
     if judge.reference is not None:
         console.print(f"reference {judge.reference.path}: {described(judge.reference)}")

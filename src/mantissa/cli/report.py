@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import typer
-
+from mantissa.base.errors import say
 from mantissa.cli import Run
 
 
@@ -14,4 +13,4 @@ def report(run: Run) -> None:
 
     folder = RunDirectory.open(run)
     folder.sweep()  # of an earlier report that was killed
-    typer.echo(f"report: {build_report(folder)}")
+    say(f"report: {build_report(folder)}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, say
 from mantissa.cli import Overrides, recipe_there
 
 
@@ -51,7 +51,7 @@ def serve(
     precision = resolve(asked, device, reference=config.algorithm.reference is not None)
 
     def ready(url: str) -> None:
-        typer.echo(f"ready: mantissa train {recipe} ... rollout.engine=vllm rollout.vllm.server={url}")
+        say(f"ready: mantissa train {recipe} ... rollout.engine=vllm rollout.vllm.server={url}")
 
     code = serve_engine(
         config.rollout, precision, policy.config, device, host=host, port=port, folder=folder, ready=ready

@@ -18,12 +18,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 from mantissa.algorithms.correction import CorrectionConfig
 from mantissa.base.errors import MantissaError, StoppedError
 from mantissa.base.functions import IMPORT_PATH, source_digest
 from mantissa.base.ranks import ALONE, Ranks, choose_device, join, world_size
+from mantissa.base.screen import Screen
 from mantissa.guard import ReferenceRun
 from mantissa.guard.watch import fall_back_of
 from mantissa.kernels import resolve
@@ -237,7 +237,7 @@ def _screen(steps: int, done: int, rank0: bool, verdicts: bool) -> Iterator[Live
         with Live(steps, done=done, verdicts=verdicts) as live:
             yield live
         return
-    with open(os.devnull, "w") as nowhere, Live(steps, done=done, console=Console(file=nowhere)) as live:
+    with open(os.devnull, "w") as nowhere, Live(steps, done=done, console=Screen(file=nowhere)) as live:
         yield live
 
 

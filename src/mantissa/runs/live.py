@@ -27,6 +27,7 @@ from rich.text import Text
 
 from mantissa.base.errors import MantissaError, pip_install
 from mantissa.base.files import disk_errors
+from mantissa.base.screen import Screen
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.health import VERDICTS, small
 from mantissa.runs.metrics import BY_NAME
@@ -136,7 +137,7 @@ class Live:
         self, total_steps: int, *, done: int = 0, verdicts: bool = True, console: Console | None = None
     ) -> None:
         self._columns = tuple(column for column in COLUMNS if verdicts or column.metric not in VERDICTS)
-        self.console = console or Console(highlight=False)
+        self.console = console or Screen(highlight=False)
         self.total_steps = total_steps
         self.terminal = self.console.is_terminal
         self._rows = 0
