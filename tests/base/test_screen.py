@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from mantissa.base.errors import say, visible
 from mantissa.base.screen import Screen
 from mantissa.cli import app
+from mantissa.runs.live import Live
 
 SOURCE = Path(__file__).parents[2] / "src" / "mantissa"
 EVIL = "a\x1b]0;owned\x07b\x1b]52;c;ZXZpbA==\x07\x9b2Jc\x08\rd"
@@ -78,6 +79,9 @@ def test_a_screen_keeps_its_own_escapes_and_no_others() -> None:
     table.add_row(Text(EVIL, style="red"))
     for each in (EVIL, escape(EVIL), Text(EVIL, style="bold"), Panel(EVIL), table):
         screen.print(each)
+    screen.out(EVIL)
+    with Live(1, console=Screen(file=file, width=200)) as live:
+        live.note(EVIL)
     written = file.getvalue()
     assert "\x1b[31m" in written
     plain = visible(written)  # without colours

@@ -18,3 +18,7 @@ class Screen(Console):
         """What a console makes of a renderable, each text in it as ``errors.visible`` has it."""
         for each in super().render(*given, **more):
             yield each if each.control else Segment(visible(each.text), each.style)
+
+    def out(self, *objects: Any, **more: Any) -> None:
+        """Texts as they are, without wrapping: likewise."""
+        super().out(*(visible(str(each)) for each in objects), **more)
