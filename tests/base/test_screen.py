@@ -39,7 +39,7 @@ def ways(tree: ast.Module) -> set[str]:
             whose = ast.unparse(each.value) if isinstance(each, ast.Attribute) else ""
             if last in ("echo", "secho", "Console", "get_console") or (last == "print" and not whose):
                 found.add(last)
-            if last in ("write", "writelines") and whose.startswith(("sys.std", "sys.__std")):
+            if last in ("write", "writelines") and (whose.startswith("sys.") or whose.endswith("console.file")):
                 found.add(last)
             if last == "print" and whose == "rich":
                 found.add(last)
@@ -56,7 +56,8 @@ def test_nothing_else_writes_to_a_terminal() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["print(x)", "typer.echo(x)", "import rich\nrich.print(x)", "sys.stderr.write(x)", "Console().print(x)",
+    "line", ["print(x)", "typer.echo(x)", "import rich\nrich.print(x)", "sys.stderr.write(x)", "self.console.file.write(x)",
+             "Console().print(x)",
              "click.secho(x)", "class C(Console): ..."],
 )  # fmt: skip
 def test_a_way_is_found(line: str) -> None:

@@ -6,7 +6,7 @@ import difflib
 import re
 import sys
 from collections.abc import Iterable
-from typing import ClassVar, TextIO
+from typing import IO, ClassVar
 
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _LONGEST = 2000  # characters of a message
@@ -40,7 +40,7 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
-def say(text: str = "", err: bool = False, end: str = "\n", to: TextIO | None = None) -> None:
+def say(text: str = "", err: bool = False, end: str = "\n", to: IO[str] | None = None) -> None:
     """Print a text, which may quote anything, on stdout, stderr or ``to``: with ``screen.Screen`` the one way there."""
     print(visible(text), file=to or (sys.stderr if err else sys.stdout), end=end, flush=True)
 

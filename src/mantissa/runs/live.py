@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from mantissa.base.errors import MantissaError, pip_install
+from mantissa.base.errors import MantissaError, pip_install, say
 from mantissa.base.files import disk_errors
 from mantissa.base.screen import Screen
 from mantissa.runs.directory import RunDirectory
@@ -231,8 +231,7 @@ class Live:
         return f"step {step}/{self.total_steps}  {'  '.join(figures)}  {self.time_left(step)}"
 
     def _plain(self, text: str) -> None:
-        self.console.file.write(text.replace("\n", " ") + "\n")
-        self.console.file.flush()
+        say(text.replace("\n", " "), to=self.console.file)
         self._said = time.monotonic()
 
 
