@@ -56,9 +56,8 @@ def test_nothing_else_writes_to_a_terminal() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["print(x)", "typer.echo(x)", "import rich\nrich.print(x)", "sys.stderr.write(x)", "self.console.file.write(x)",
-             "Console().print(x)",
-             "click.secho(x)", "class C(Console): ..."],
+    "line", ["print(x)", "typer.echo(x)", "import rich\nrich.print(x)", "sys.stderr.write(x)", "Console().print(x)",
+             "self.console.file.write(x)", "click.secho(x)", "class C(Console): ..."],
 )  # fmt: skip
 def test_a_way_is_found(line: str) -> None:
     assert ways(ast.parse(line))
