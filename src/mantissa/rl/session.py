@@ -6,6 +6,8 @@ look on.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import shlex
@@ -205,7 +207,7 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
                 if not steps:
                     live.note(f"warning: {run.checkpoints} holds no checkpoint: the run begins again from its start")
                 for key, (then, now) in run.record_resume(done, environment_of(config, parts)).items():
-                    much = "numbers differ" if key == "code" else "numbers may differ in their last bits"
+                    much = "numbers differ" if key in ("code", "recipe") else "numbers may differ in their last bits"
                     live.note(f"warning: {key} was {then}, now {now}: {much} from the first run's")
             finished = _kind(config).go(config, parts, run, trackers, live)
             if rank0 and finished and (said := share_sentence(run.read_metrics(), run.environment)):
@@ -266,9 +268,17 @@ def environment_of(config: RunConfig, parts: Parts) -> dict[str, Any]:
     share: dict[str, Any] = {}
     if parts.twin is not None:
         share = {"engine_share": parts.twin.facts(parts.sampler.engine)}
-    code = {"code": digests} if (digests := _code(config.model_dump(mode="json"))) else {}
+    made: dict[str, Any] = {"recipe": _recipe(config)}
+    made |= {"code": digests} if (digests := _code(config.model_dump(mode="json"))) else {}
     about = {"precision": rows, "training_device": device, "grading": guards, "verdicts": parts.task.verifier.decides}
-    return environment() | about | code | products | weights | exact | several | share
+    return environment() | about | made | products | weights | exact | several | share
+
+
+def _recipe(config: RunConfig) -> str:
+    """SHA-256 of a recipe without what may change when a run goes on, and where it lies."""
+    given = config.model_dump(mode="json", exclude={"run_dir", "nproc", "parallel"}, exclude_defaults=True)
+    given.get("rollout", {}).get("vllm", {}).pop("server", None)
+    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
 
 
 def _code(part: Any) -> dict[str, str | None]:
