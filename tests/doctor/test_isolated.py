@@ -17,7 +17,7 @@ from mantissa.doctor.confined import ARRAYS, packed
 from mantissa.doctor.dump import Dump, Scored
 from mantissa.doctor.isolated import LIMITS, Reading, unpacked
 from mantissa.doctor.readers import read_dump
-from mantissa.tasks.sandbox.jail import reading_filter
+from mantissa.tasks.sandbox.jail import filter_program
 
 SEQUENCES = dumps.healthy(prompts=3, samples=2, length=5)
 
@@ -151,7 +151,7 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
                 assert unpacked(good | {name: changed}) is None, (name, bad)
 
 
-@pytest.mark.skipif(reading_filter(os.uname().machine) is None, reason="no system-call filter for this processor")
+@pytest.mark.skipif(filter_program(os.uname().machine) is None, reason="no system-call filter for this processor")
 def test_a_reader_reads_and_does_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("{}")
     found = Reading(tmp_path / "x.jsonl", reader="bad_readers:stray").dump()

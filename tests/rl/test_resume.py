@@ -325,6 +325,12 @@ def test_a_resume_with_another_loss_says_so(tmp_path: Path, monkeypatch: pytest.
         resume(half)
         found = RunDirectory.open(half).environment["resumed"][-1]["changed"]
         assert found.keys() == changed
+    half = stopped(tmp_path / "run", 1, tmp_path / "half")
+    config = half / "config.yaml"
+    config.write_text(config.read_text().replace("lr: 0.001", "lr: 0.003"))
+    resume(half)
+    found = RunDirectory.open(half).environment["resumed"][-1]["changed"]
+    assert found.keys() == {"code", "recipe"}
     then, now = found["code"]
     assert then.keys() == now.keys() == {"of_their_own:loss"}
     assert then != now

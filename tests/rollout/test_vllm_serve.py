@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -23,6 +24,7 @@ from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import BF16, FP32
 from mantissa.rollout import VllmEngine, VllmStart, serve_vllm
 from mantissa.rollout.vllm import server
+from mantissa.rollout.vllm.key import KEY_FILE, Guard, key_path, known_key
 from mantissa.rollout.vllm.server import flags
 from processes import free_port
 
@@ -43,7 +45,9 @@ if os.environ.get("FAILS"):
     sys.exit(3)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200 if self.path == "/health" else 404)
+        key = "Bearer " + open(os.environ["MANTISSA_SERVE_KEY"]).read()
+        closed = not os.environ.get("OPEN") and self.headers["Authorization"] != key
+        self.send_response(200 if self.path == "/health" else 401 if closed else 404)
         self.end_headers()
     def log_message(self, *_): pass
 server = http.server.HTTPServer(("127.0.0.1", int(given[given.index("--port") + 1])), Handler)
@@ -66,6 +70,8 @@ def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(server, "_command", lambda: [sys.executable, "-c", SERVER])
     monkeypatch.setenv("SAID", str(path))
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
     return path
 
 
@@ -96,6 +102,53 @@ def test_it_says_when_it_answers_and_ends_cleanly(said: Path) -> None:
     given = seen["given"]
     assert "--enable-scale-out" in given  # without it, no token ids
     assert not Path(given[given.index("--model") + 1]).exists()  # its folder was a temporary one
+
+
+def test_a_key_is_made_for_it_and_gone_with_it(said: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    urls: list[str] = []
+    seen: list[object] = []
+    chosen = free_port()
+
+    def ready(url: str) -> None:
+        path = key_path(chosen)
+        seen.extend((path.stat().st_mode & 0o777, known_key(chosen, True), known_key(chosen, False), path.read_text()))
+        urls.append(url)
+
+    thread = interrupt_when_ready(urls)
+    assert serve_vllm(START, SHAPES, host="127.0.0.1", port=chosen, folder=None, ready=ready) == 0
+    thread.join()
+    mode, here, elsewhere, written = seen
+    assert (mode, here, elsewhere) == (0o600, written, None)
+    assert len(str(written)) > 40
+    assert not key_path(chosen).exists()
+    assert json.loads(said.read_text())["given"][-6:-4] == ["--middleware", "mantissa.rollout.vllm.key.Guard"]
+    monkeypatch.setenv("OPEN", "1")
+    with pytest.raises(MantissaError, match="answers without a key"):
+        serve_vllm(START, SHAPES, host="127.0.0.1", port=free_port(), folder=None, ready=urls.append)
+
+
+def test_the_guard_lets_nothing_through_without_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "key").write_text("secret")
+    monkeypatch.setenv(KEY_FILE, str(tmp_path / "key"))
+    sent: list[dict[str, object]] = []
+
+    async def app(scope: object, receive: object, send: object) -> None:
+        sent.append({"type": "through"})
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message)
+
+    def ask(kind: str, path: str, given: bytes | None = None) -> object:
+        sent.clear()
+        headers = [] if given is None else [(b"authorization", given)]
+        asyncio.run(Guard(app)({"type": kind, "path": path, "headers": headers}, None, send))
+        return sent[0].get("status", sent[0]["type"])
+
+    for path in ("/collective_rpc", "/v1/completions", "/health/", "//health", "/inference/v1/generate"):
+        assert [ask("http", path, given) for given in (None, b"Bearer", b"Bearer Secret", b"secret")] == [401] * 4
+        assert ask("http", path, b"Bearer secret") == "through"
+    assert ask("websocket", "/health") == "websocket.close"
+    assert ask("http", "/health") == ask("lifespan", "") == "through"
 
 
 def test_the_flags_are_the_options_of_a_start(said: Path) -> None:

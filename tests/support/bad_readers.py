@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -72,6 +73,12 @@ def stray(path: Path, framework: str | None) -> Dump:
 
         threading.Thread(target=int).start()
 
+    def shared_memory() -> None:
+        raised = ctypes.CDLL(None, use_errno=True).shmget(0, 4096, 0o1600)
+        if raised < 0:
+            raise OSError(ctypes.get_errno(), "shmget")
+
+    parent = os.getppid()
     tried: dict[str, Any] = {
         "read": lambda: path.read_bytes(),
         "thread": thread,
@@ -79,6 +86,15 @@ def stray(path: Path, framework: str | None) -> Dump:
         "connect": connect,
         "fork": fork,
         "start": lambda: subprocess.run(["/bin/true"], check=True),
+        "environ": lambda: Path(f"/proc/{parent}/environ").read_bytes(),
+        "maps": lambda: Path(f"/proc/{parent}/maps").read_bytes(),
+        "limit": lambda: resource.prlimit(parent, resource.RLIMIT_CORE),
+        "pace": lambda: os.setpriority(os.PRIO_PROCESS, parent, 5),
+        "own pace": lambda: os.nice(1),
+        "pin": lambda: os.sched_setaffinity(parent, {0}),
+        "shared memory": shared_memory,
+        "pipe": os.pipe,
+        "truncate": lambda: os.close(os.open(path, os.O_RDONLY | os.O_TRUNC)),
         "signal": lambda: os.kill(os.getppid(), signal.SIGCONT),
     }
     did = []

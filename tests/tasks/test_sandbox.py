@@ -5,6 +5,7 @@ And the system-call filter, held against the kernel's headers.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import socket
@@ -431,7 +432,7 @@ def test_numbers_are_the_kernels(column: int) -> None:
 
 
 def simulate(code: bytes, architecture: int, number: int, arguments: tuple[int, ...] = ()) -> int:
-    """Run the filter as the kernel does: a slow interpreter of the four instructions that it uses."""
+    """Run the filter as the kernel does: a slow interpreter of the five instructions that it uses."""
     arguments = (*arguments, *[0] * (6 - len(arguments)))
     data = struct.pack("<iIQ6Q", number, architecture, 0, *arguments)
     at, accumulator = 0, 0
@@ -443,7 +444,7 @@ def simulate(code: bytes, architecture: int, number: int, arguments: tuple[int, 
         elif operation == 0x06:
             return int(k)
         else:
-            holds = {0x15: accumulator == k, 0x35: accumulator >= k}[operation]
+            holds = {0x15: accumulator == k, 0x35: accumulator >= k, 0x45: accumulator & k != 0}[operation]
             at += yes if holds else no
 
 
@@ -467,3 +468,21 @@ def test_the_filter_allows_what_is_listed_and_nothing_else(machine: str, column:
 
 def test_no_filter_for_an_architecture_without_a_table() -> None:
     assert filter_program("riscv64") is None
+
+
+@pytest.mark.parametrize(("machine", "column"), [("x86_64", 0), ("aarch64", 1)])
+def test_a_reader_may_open_to_read_and_change_nothing(machine: str, column: int) -> None:
+    code = filter_program(machine, reading=True)
+    assert code is not None
+    ask = functools.partial(simulate, code, AUDIT[machine])
+    openat, prlimit, clone, tgkill = ((257, 56), (302, 261), (56, 220), (234, 131))
+    for flags, want in ((0o2000000, ALLOW), (0o1, DENY), (0o2, DENY), (0o102, DENY), (0o1000, DENY), (0o2000, DENY)):
+        assert ask(openat[column], (0, 0, flags)) == want, oct(flags)
+    assert [ask(prlimit[column], (pid,)) for pid in (0, 1, os.getppid())] == [ALLOW, DENY, DENY]
+    assert [ask(tgkill[column], (pid,)) for pid in (os.getpid(), 1)] == [ALLOW, DENY]
+    assert [ask(clone[column], (flags,)) for flags in (0x3D0F00, 17)] == [ALLOW, DENY]
+    forbidden = {
+        "x86_64": (41, 59, 29, 57, 62, 101, 141, 203, 310),
+        "aarch64": (198, 221, 194, 129, 117, 140, 122, 270),
+    }
+    assert {ask(number) for number in forbidden[machine]} == {DENY}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import IO, ClassVar
 
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _LONGEST = 2000  # characters of a message
 
 
@@ -27,9 +29,20 @@ def printable(text: str) -> str:
     """``text`` for a terminal: at most 2000 characters, nothing in it that a terminal obeys or cannot encode."""
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]} [... {len(text) - _LONGEST:,} characters ...] {text[-_LONGEST // 2 :]}"
+    return visible(text)
+
+
+def visible(text: str) -> str:
+    """``text`` with what a terminal obeys or cannot encode as escapes, but for new lines; colours are taken out."""
     if text.isprintable():
         return text
+    text = _COLOUR.sub("", text).replace("\r\n", "\n").expandtabs()
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def say(text: str = "", err: bool = False, end: str = "\n", to: IO[str] | None = None) -> None:
+    """Print a text, which may quote anything, on stdout, stderr or ``to``: with ``screen.Screen`` the one way there."""
+    print(visible(text), file=to or (sys.stderr if err else sys.stdout), end=end, flush=True)
 
 
 class StoppedError(MantissaError):

@@ -407,6 +407,8 @@ class JsonLines:
             return []
         if not regular_file(self.path):
             raise MantissaError(f"{self.path}: expected a file, found a folder; move it away")
+        if self.path.stat().st_size == 0:
+            return []
         require_size(self.path, _LARGEST)
         rows: list[Row] = []
         with opened(self.path) as file:

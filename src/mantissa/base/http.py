@@ -32,7 +32,7 @@ def http_answer(
     import httpx2  # here, since it takes longer to import than most commands do that never ask a server
 
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    local = _is_this_machine(url)
+    local = is_this_machine(url)
     verify = not (local and url.startswith("http:"))  # reading certificates that nothing needs takes 45 ms a request
     try:
         with (
@@ -59,7 +59,8 @@ def server_address(url: str, expected: str) -> SplitResult:
     raise MantissaError(expected)
 
 
-def _is_this_machine(url: str) -> bool:
+def is_this_machine(url: str) -> bool:
+    """Whether a URL is of a loopback address."""
     host = ""
     with suppress(ValueError):  # of what is no URL, which the client says; of a name, which is no address
         host = urlsplit(url).hostname or ""

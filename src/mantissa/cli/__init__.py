@@ -20,7 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from mantissa import __version__
 from mantissa.base.bounds import boundary
 from mantissa.base.environ import Heartbeat, spin_briefly
-from mantissa.base.errors import MantissaError, missing, printable
+from mantissa.base.errors import MantissaError, missing, printable, say, visible
 from mantissa.base.hub import HUB, find_model
 from mantissa.base.shipped import find_recipe
 
@@ -150,7 +150,7 @@ def progress(line: str) -> None:
     """One line on stderr that is overwritten, and goes where it is empty; where that is no terminal, the newest line
     after 3 seconds and then every 20."""
     if sys.stderr.isatty():
-        print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
+        print(f"\r\x1b[2K{visible(line)}", end="", file=sys.stderr, flush=True)  # the line's own escapes
     else:
         _heart.at(line)
 
@@ -158,14 +158,14 @@ def progress(line: str) -> None:
 def echo_warning(warning: str | None, err: bool = False) -> None:
     """Print a warning where there is one."""
     if warning is not None:
-        typer.echo(warning, err=err)
+        say(warning, err=err)
 
 
 def screen(least: int = 0) -> Console:
     """A console that prints text as it is, at least so wide: a narrower terminal wraps its lines."""
-    from rich.console import Console
+    from mantissa.base.screen import Screen
 
-    console = Console(markup=False, highlight=False)
+    console = Screen(markup=False, highlight=False)
     console.width = max(console.width, least)
     return console
 
@@ -252,7 +252,7 @@ app = typer.Typer(name="mantissa", cls=Commands, **_LOOKS)
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"mantissa {__version__}")
+        say(f"mantissa {__version__}")
         raise typer.Exit
 
 
@@ -270,6 +270,8 @@ _UsageError = cast(type[Exception], typer.BadParameter.__base__)
 def main() -> None:
     """Entry point of the command."""
     spin_briefly()
+    plain = warnings.formatwarning
+    warnings.formatwarning = lambda *given, **more: visible(plain(*given, **more))
     # torch's, at the first backward on a GPU: its thread has no context yet, and takes the device's
     warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context", UserWarning)
     try:
@@ -295,5 +297,5 @@ def _fail(message: str, code: int) -> None:
     """One line on stderr, whatever is in the message, and the end."""
     if sys.stderr.isatty():
         progress("")  # the line of what was at work
-    print(f"mantissa: error: {printable(' '.join(message.split()))}", file=sys.stderr)
+    say(f"mantissa: error: {printable(' '.join(message.split()))}", err=True)
     sys.exit(code)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mantissa.base.errors import MantissaError, say
+
 if TYPE_CHECKING:
     from mantissa.launch.settings import Answer
 
@@ -44,8 +46,8 @@ def check(
     """Say which settings of precision, log-probs and correction are ignored, changed, refused or harmful.
 
     Reads scripts (shell, Python) and configurations (YAML, TOML) of verl, TRL, OpenRLHF, NeMo-RL, SkyRL, AReaL,
-    ms-swift, slime, miles and prime-rl, or what a job of theirs saved. Nothing is run. Each answer names the line of the
-    framework's source that shows it.
+    ms-swift, slime, miles and prime-rl, or what a job of theirs saved. Nothing is run. Each answer names the line of
+    the framework's source that shows it.
 
     Exit code 0: every setting does what it says. 1: some do not. 2: bad input. 3: what some do is not known.
 
@@ -80,7 +82,7 @@ def check(
         pairs = [f"++{key}={value}" for key, value in given.settings.items() if "." in key]
         return verl(shell if len(files or ()) == len(shell) == 1 else pairs, version)
     found = check_settings(given, whose(given, framework))
-    typer.echo(found.text)
+    say(found.text)
     return _exit(found)
 
 
@@ -91,12 +93,11 @@ def _exit(found: Answer) -> None:
 
 def verl(overrides: list[str], version: str) -> None:
     """What verl's own check says, and its exit code."""
-    from mantissa.base.errors import MantissaError
     from mantissa.launch.check import check_verl
     from mantissa.launch.facts import VERSIONS
 
     if version not in VERSIONS:
         raise MantissaError(f"--verl-version {version}: expected one of {', '.join(VERSIONS)}")
     report = check_verl(overrides, version)
-    typer.echo(report.text)
+    say(report.text)
     _exit(report)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mantissa.base.errors import say
 from mantissa.cli import progress, screen
 
 
@@ -39,4 +40,4 @@ def compare(
     progress("reading the runs")
     build_comparison(runs or [], out, shown)
     progress("")
-    typer.echo(f"comparison: {out}")
+    say(f"comparison: {out}")

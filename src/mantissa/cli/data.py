@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from mantissa.base.errors import say
+
 app = typer.Typer(help="Prepare files of problems for training.", rich_markup_mode="rich", no_args_is_help=True)
 
 
@@ -41,4 +43,4 @@ def dapo(
     from mantissa.tasks.dapo_data import prepare_dapo
 
     account = prepare_dapo(files, output, template=template, verifier=verifier)
-    typer.echo(f"{output}: {account.describe()}")
+    say(f"{output}: {account.describe()}")

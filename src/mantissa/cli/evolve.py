@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, say
 from mantissa.base.readers.yaml import parse_yaml
 from mantissa.cli import progress, screen, split
 
@@ -79,13 +79,13 @@ def _evolve(config: EvolutionConfig, folder: Path, seeds: int) -> None:
         results = evolution.run()
         solved = sum(each.solved_at is not None for each in results)
         spent = sum(each.executions for each in results)
-        typer.echo(f"{solved} of {len(results)} tasks solved with {spent:,} executions")
-        typer.echo(f"page: {write_page(folder, config, results, evolution.archive)}")
+        say(f"{solved} of {len(results)} tasks solved with {spent:,} executions")
+        say(f"page: {write_page(folder, config, results, evolution.archive)}")
 
 
 def _print_line(line: str) -> None:
     progress("")
-    typer.echo(line)
+    say(line)
 
 
 def _values(overrides: list[str]) -> dict[str, Any]:
@@ -103,6 +103,6 @@ def _list() -> None:
     from mantissa.genesis.evolution import EvolutionConfig, shipped
     from mantissa.genesis.evolution.profiles import profiles
 
-    typer.echo(f"tasks: {', '.join(shipped())}\nprofiles: {', '.join(profiles())}\nsettings:")
+    say(f"tasks: {', '.join(shipped())}\nprofiles: {', '.join(profiles())}\nsettings:")
     for name, field in EvolutionConfig.model_fields.items():
-        typer.echo(f"  {name}={field.get_default(call_default_factory=True)!r}: {field.description or 'of every draw'}")
+        say(f"  {name}={field.get_default(call_default_factory=True)!r}: {field.description or 'of every draw'}")

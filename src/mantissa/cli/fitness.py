@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mantissa.base.environ import keep_freed_memory
+from mantissa.base.errors import say
 from mantissa.cli import Device, Model, progress, screen
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def fitness(
     progress("")
     if as_json:
         for row in _rows(found, model, chosen, seed, max_tokens):
-            typer.echo(json.dumps(row))
+            say(json.dumps(row))
     else:
         _show(found, model)
     raise typer.Exit(0 if found.fits else 1)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mantissa.base.environ import crowded, keep_freed_memory
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, say
 from mantissa.cli import Device, Model, ModelCommand, echo_warning, progress, screen
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def measure(options: dict[str, Any], model: str, device: str, as_json: bool) -> 
     progress("")
     if as_json:
         for row in result.rows:
-            typer.echo(json.dumps(row))
+            say(json.dumps(row))
     else:
         _show(result)
     if result.failed:
@@ -113,9 +113,9 @@ def _show(result: GapResult) -> None:
     if said := independent(found):
         console.print(Text(said))
     console.print(Text(gap_note(found), style="dim"))
-    typer.echo(f"page: {result.folder / PAGE}")
+    say(f"page: {result.folder / PAGE}")
     if result.report is not None:
-        typer.echo(f"report, which begins with it: {result.report}")
+        say(f"report, which begins with it: {result.report}")
 
 
 def _folded(cell: str) -> str:

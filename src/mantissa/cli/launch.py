@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mantissa.base.errors import MantissaError, StoppedError, nearest
+from mantissa.base.errors import MantissaError, StoppedError, nearest, say
 from mantissa.cli import Overrides, Recipe
 from mantissa.cli.processes import RankError, blame, go_on, stopping
 
@@ -138,7 +138,7 @@ def _on_verl(recipe: Path | None, overrides: list[str], said: dict[str, Any], dr
         return
     plan = export(load_recipe(recipe, overrides), load_options(options, given))
     if dry_run:
-        typer.echo(plan.dry_run(address, working_dir))
+        say(plan.dry_run(address, working_dir))
     else:
         _say(plan.warnings())
         _submit(plan, str(address), working_dir, wait is not False)
@@ -146,7 +146,7 @@ def _on_verl(recipe: Path | None, overrides: list[str], said: dict[str, Any], dr
 
 def _say(text: str) -> None:
     if text:
-        typer.echo(text)
+        say(text)
 
 
 def _rehearse(
@@ -155,28 +155,28 @@ def _rehearse(
     from mantissa.launch.rehearsal import listens, rehearse, run_local
 
     rehearsal = rehearse(recipe, overrides, options, given)
-    typer.echo(rehearsal.text())
+    say(rehearsal.text())
     if dry_run:
-        typer.echo(f"\n{rehearsal.plan.dry_run(None, None)}")
+        say(f"\n{rehearsal.plan.dry_run(None, None)}")
         return
     _say(rehearsal.plan.warnings())
     lines = listens()
     for line in lines:
-        typer.echo(f"network: {line}")
+        say(f"network: {line}")
     if lines and not trusted:
         raise MantissaError("this listens beyond the loopback interface, as is said above: allow it, --trust-network")
     with stopping():
         try:
-            end = run_local(rehearsal, typer.echo, isolated=not lines)
+            end = run_local(rehearsal, say, isolated=not lines)
         except KeyboardInterrupt:
             raise StoppedError(
                 f"interrupted, and everything that was started is ended; the same command with "
                 f"run_dir={rehearsal.folder} goes on from its last checkpoint"
             ) from None
     for line in end.learned:
-        typer.echo(line)
-    typer.echo(f"{len(end.metrics)} steps in {end.seconds:.0f} s; the policy: {end.policy}")
-    typer.echo(f"mantissa sample {end.policy} '3+4' --max-tokens 16")
+        say(line)
+    say(f"{len(end.metrics)} steps in {end.seconds:.0f} s; the policy: {end.policy}")
+    say(f"mantissa sample {end.policy} '3+4' --max-tokens 16")
 
 
 def _on_ray(recipe: Path | None, overrides: list[str], said: dict[str, Any], dry_run: bool) -> None:
@@ -189,9 +189,9 @@ def _on_ray(recipe: Path | None, overrides: list[str], said: dict[str, Any], dry
     trusted = not lines or said.get("trust_network", False)
     with planned(recipe, overrides, said.get("resume"), nodes, keep=trusted and not dry_run) as plan:
         for line in lines:
-            typer.echo(f"network: {line}")
+            say(f"network: {line}")
         if dry_run:
-            typer.echo(plan.dry_run())
+            say(plan.dry_run())
             return
         if not trusted:
             raise MantissaError(
@@ -203,9 +203,9 @@ def _on_ray(recipe: Path | None, overrides: list[str], said: dict[str, Any], dry
         run_dir, screen = str(plan.run_dir), sys.stdout  # which is Ray's own, and unread, within
         with cluster(said.get("address"), local) as head, stopping(), placed(plan, head) as there:
             for line in plan.lines(there.addresses):
-                print(line, file=screen, flush=True)
+                say(line, to=screen)
             try:
-                outcome = run(plan, there, lambda text: print(text, end="", file=screen, flush=True))
+                outcome = run(plan, there, lambda text: say(text, end="", to=screen))
             except KeyboardInterrupt:
                 raise StoppedError(f"interrupted{go_on(run_dir, resume)}") from None
             except RankError as lost:
@@ -238,13 +238,13 @@ def _submit(plan: Plan, address: str, working_dir: Path | None, wait: bool) -> N
 
     client = connect(address)
     job = submit(client, shlex.join(plan.arguments), plan.runtime_env(working_dir), plan.name)
-    typer.echo(f"submitted {job} to {address}")
+    say(f"submitted {job} to {address}")
     if not wait:
-        typer.echo(f"ray job logs --address {address} --follow {job} shows its log")
+        say(f"ray job logs --address {address} --follow {job} shows its log")
         return
-    end = follow(client, job, lambda text: typer.echo(text, nl=False))
+    end = follow(client, job, lambda text: say(text, end=""))
     if end.status == "SUCCEEDED":
-        typer.echo(f"{job} succeeded")
+        say(f"{job} succeeded")
         return
-    typer.echo(f"mantissa: error: {job} {end.status.lower()} with exit code {end.code}: {end.message}", err=True)
+    say(f"mantissa: error: {job} {end.status.lower()} with exit code {end.code}: {end.message}", err=True)
     raise typer.Exit(end.code)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from mantissa.base.environ import LAUNCHER, STORE, threads_each
-from mantissa.base.errors import MantissaError, RankError, StoppedError
+from mantissa.base.errors import MantissaError, RankError, StoppedError, say
 
 _LOST = 3  # exit code of a rank that lost another
 _USER, _FAILED = 2, 1
@@ -163,7 +163,7 @@ def _tell(message: str, code: int) -> None:
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": message, "timestamp": str(int(time.time()))}))
     if LAUNCHER not in os.environ:
-        print(f"mantissa: error: rank {os.environ.get('RANK')}: {message}", file=sys.stderr)
+        say(f"mantissa: error: rank {os.environ.get('RANK')}: {message}", err=True)
 
 
 def _connection_lost(error: RuntimeError) -> bool:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from mantissa.base.errors import say
 from mantissa.base.shipped import find_recipe, said_of, shipped_recipes
 from mantissa.cli import screen
 
@@ -24,7 +25,7 @@ def recipes(
     mantissa recipes demo > mine.yaml
     """
     if name is not None:
-        typer.echo(find_recipe(name).read_text("utf-8"), nl=False)
+        say(find_recipe(name).read_text("utf-8"), end="")
         return
     from mantissa.runs.page import terminal
 

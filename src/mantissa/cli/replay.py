@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, say
 from mantissa.cli import Device, there
 
 
@@ -33,13 +33,13 @@ def replay(
     chosen = choose_device(device)
     be_deterministic(chosen)
     stored = read_case(_first_of(file) if file.is_dir() else file)
-    typer.echo(f"seen by the run: {stored.note}")
+    say(f"seen by the run: {stored.note}")
     found, plan = run_again(stored, chosen)
     for line in plan:
-        typer.echo(f"exact: {line}")
+        say(f"exact: {line}")
     for line in found.lines(stored.case):
-        typer.echo(line)
-    typer.echo(f"{'reproduced' if found.reproduced else 'not reproduced'} here ({chosen}): {found}")
+        say(line)
+    say(f"{'reproduced' if found.reproduced else 'not reproduced'} here ({chosen}): {found}")
     if found.reproduced:
         raise typer.Exit(1)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import typer
-
+from mantissa.base.errors import say
 from mantissa.cli import Run, progress
 
 
@@ -17,4 +16,4 @@ def report(run: Run) -> None:
     progress("drawing the report")
     path = build_report(folder)
     progress("")
-    typer.echo(f"report: {path}")
+    say(f"report: {path}")

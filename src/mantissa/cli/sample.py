@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from mantissa.base.errors import say
 from mantissa.cli import Device, Model, progress
 
 _TEXT_COLUMN = 20  # where the text of a completion begins; its further lines are indented to there
@@ -52,7 +53,7 @@ def sample(
         sampler = TransformersEngine(in_role(policy, role).to(chosen), decode_text=tokenizer.decode)
         (group,) = sampler.generate(requests, params, 0)
         progress("")
-        typer.echo(f"rollout in {role.name} by transformers' own code: {refused}", err=True)
+        say(f"rollout in {role.name} by transformers' own code: {refused}", err=True)
     else:
         prove(resolved, chosen)
         engine = NativeEngine(
@@ -67,9 +68,9 @@ def sample(
         engine.sync(policy_weights(policy), 0)
         (group,) = engine.generate(requests, params, 0)
         progress("")
-        typer.echo(f"rollout in {role.name} ({role.backend} kernels): {role.reason}", err=True)
+        say(f"rollout in {role.name} ({role.backend} kernels): {role.reason}", err=True)
         if policy.config.weights_note:
-            typer.echo(f"weights {policy.config.weights_note}", err=True)
+            say(f"weights {policy.config.weights_note}", err=True)
     for completion in group:
         text = tokenizer.decode(completion.tokens).replace("\n", "\n" + " " * _TEXT_COLUMN)
-        typer.echo(f"{float(completion.logp_T.double().sum()):10.4f}  {completion.finish_reason:6}  {text}")
+        say(f"{float(completion.logp_T.double().sum()):10.4f}  {completion.finish_reason:6}  {text}")

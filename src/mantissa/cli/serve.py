@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, say
 from mantissa.cli import Overrides, recipe_there
 
 
@@ -17,7 +17,7 @@ def serve(
     ],
     overrides: Overrides = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; whoever reaches it can run code here.")
+        str, typer.Option(help="Address to listen on; who reaches it and has the key can run code here.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     folder: Annotated[
@@ -42,6 +42,7 @@ def serve(
     from mantissa.kernels import resolve
     from mantissa.rl import load_recipe
     from mantissa.rl.assemble import load_policy, serve_engine
+    from mantissa.rollout.vllm.key import key_path
     from mantissa.tasks import build_task
 
     config = load_recipe(recipe, [*(overrides or []), "rollout.engine=vllm"])
@@ -51,7 +52,8 @@ def serve(
     precision = resolve(asked, device, reference=config.algorithm.reference is not None)
 
     def ready(url: str) -> None:
-        typer.echo(f"ready: mantissa train {recipe} ... rollout.engine=vllm rollout.vllm.server={url}")
+        say(f"key: {key_path(port)}; elsewhere than here set VLLM_API_KEY to what it holds")
+        say(f"ready: mantissa train {recipe} ... rollout.engine=vllm rollout.vllm.server={url}")
 
     code = serve_engine(
         config.rollout, precision, policy.config, device, host=host, port=port, folder=folder, ready=ready

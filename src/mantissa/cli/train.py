@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mantissa.base.environ import crowded, keep_freed_memory, unsteady
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, say
 from mantissa.cli import Overrides, Recipe, echo_warning, progress, there
 
 if TYPE_CHECKING:
@@ -85,10 +85,10 @@ def _run(recipe: Path | None, overrides: list[str], resume: Path | None, world: 
     if rank0:
         echo_warning(unsteady())
         echo_warning(crowded(torch.get_num_threads(), world or 1))
-    say = progress if rank0 else lambda line: None
-    report = start_run(config, say) if resume is None else resume_run(resume, given, world, say)
+    at_work = progress if rank0 else lambda line: None
+    report = start_run(config, at_work) if resume is None else resume_run(resume, given, world, at_work)
     if rank0:
-        typer.echo(f"report: {report}")
+        say(f"report: {report}")
 
 
 def _start_ranks(config: RunConfig, resume: Path | None, given: list[str]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from mantissa.base.environ import crowded, keep_freed_memory
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, say
 from mantissa.cli import Device, Model, echo_warning, progress, screen
 
 if TYPE_CHECKING:
@@ -70,13 +70,13 @@ def tune(
         _keep(out, found, rows)
     if as_json:
         for row in rows:
-            typer.echo(json.dumps(row))
+            say(json.dumps(row))
         return
     _show(found, model)
     if out is not None:
-        typer.echo(f"for a recipe: {out / 'tune.yaml'}{'; for vLLM and verl: beside it' * (role == 'rollout')}")
+        say(f"for a recipe: {out / 'tune.yaml'}{'; for vLLM and verl: beside it' * (role == 'rollout')}")
     elif role == "rollout":
-        typer.echo("the same for vLLM and verl, whose lists are long: --out FOLDER")
+        say("the same for vLLM and verl, whose lists are long: --out FOLDER")
 
 
 def sampled_in(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mantissa.base.errors import printable
+from mantissa.base.errors import say
 from mantissa.cli import progress, screen
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def weights(
     progress("")
     if as_json:
         for row in _rows(found):
-            typer.echo(json.dumps(row))
+            say(json.dumps(row))
     else:
         _show(found)
     raise typer.Exit(0 if found.arrived else 1)
@@ -72,14 +72,14 @@ def _show(found: Comparison) -> None:
     from mantissa.doctor.weights import ARRIVED, DO
 
     console = screen()
-    console.print(Text(printable(_headline(found)), style="bold"))
+    console.print(Text(_headline(found), style="bold"))
     groups: dict[tuple[Fate, str, str], list[Outcome]] = defaultdict(list)
     for each in found.outcomes:
         if each.fate not in ARRIVED:
             groups[each.fate, _kind(each.name), re.sub(r"layers\.\d+\.", "", each.detail)].append(each)
     lines = sorted(groups.items(), key=lambda item: -sum(each.differing for each in item[1]))
     for (fate, kind, _), group in lines[:_SHOWN]:
-        console.print(Text(printable(f"  {fate.value}: {kind}{_layers(group)}{_detail(group)}")))
+        console.print(f"  {fate.value}: {kind}{_layers(group)}{_detail(group)}")
     if len(lines) > _SHOWN:
         console.print(f"  and {len(lines) - _SHOWN} more kinds; --json has every tensor")
     if found.update is not None and (said := _update(found)):

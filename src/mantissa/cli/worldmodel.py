@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mantissa.base.bounds import boundary
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, say
 from mantissa.base.readers.json import parse_json
 from mantissa.cli import Device, progress, split
 
@@ -78,22 +78,22 @@ def train(
         _check_there(buffer)
     made = WorldModel(
         hidden_dim=hidden_dim, members=members, lr=lr, precision=precision or None, seed=seed, model_path=model,
-        device=choose_device(device), say=typer.echo,
+        device=choose_device(device), say=say,
     )  # fmt: skip
     rows = made.train(epochs, batch_size, source, progress=_told)
     progress("")
     for row in rows:
-        typer.echo(f"epoch {row.epoch}: loss {row.loss:.4f}, overflow in {row.overflows} of {row.batches} batches")
+        say(f"epoch {row.epoch}: loss {row.loss:.4f}, overflow in {row.overflows} of {row.batches} batches")
     rate = sum(row.overflows for row in rows) / sum(row.batches for row in rows)
-    typer.echo(f"overflow rate {rate:.1%} ({_judged(rate)}), loss scale {made.trainer.scaler.scale:g}")
+    say(f"overflow rate {rate:.1%} ({_judged(rate)}), loss scale {made.trainer.scaler.scale:g}")
     if scenario:
         seconds = rows[-1].timestamp - rows[0].timestamp
         if seconds > 0:
-            typer.echo(f"{len(source) * (len(rows) - 1) / seconds:.0f} trajectories/s after the first epoch")
+            say(f"{len(source) * (len(rows) - 1) / seconds:.0f} trajectories/s after the first epoch")
     else:
-        typer.echo(f"temperature {made.temperature:.3g}, from {made.calibration:.0%} of the tasks, kept apart")
+        say(f"temperature {made.temperature:.3g}, from {made.calibration:.0%} of the tasks, kept apart")
     if model is not None:
-        typer.echo(f"written: {made.save()}")
+        say(f"written: {made.save()}")
 
 
 @app.command()
@@ -113,7 +113,7 @@ def predict(
         value = parse_json(text)
         if not isinstance(value, dict):
             raise ValueError(f"it is a {type(value).__name__}")
-    typer.echo(json.dumps(dataclasses.asdict(_stored(model).predict(value, actions))))
+    say(json.dumps(dataclasses.asdict(_stored(model).predict(value, actions))))
 
 
 @app.command(name="eval")
@@ -151,11 +151,11 @@ def evaluate(
         scores = stored.evaluate(unseen)
         if scores is None:
             raise MantissaError(f"{model} has seen every task of {buffer} that has a known outcome: leave out --model")
-        typer.echo(json.dumps(dataclasses.asdict(scores)))
+        say(json.dumps(dataclasses.asdict(scores)))
         return
     known = [each for each in trajectories if each.final_outcome != "unknown"]
-    typer.echo(f"{len(known):,} trajectories of {len({each.task for each in known})} tasks")
-    typer.echo(f"{'precision':9}  seed  AUROC  counting  {'gain (95%)':22}  Brier    ECE  overflow")
+    say(f"{len(known):,} trajectories of {len({each.task for each in known})} tasks")
+    say(f"{'precision':9}  seed  AUROC  counting  {'gain (95%)':22}  Brier    ECE  overflow")
     for seed in range(seeds):
         for precision in split(precisions):
             made = partial(WorldModel, hidden_dim=hidden_dim, members=members, lr=lr, precision=precision, seed=seed)
@@ -164,7 +164,7 @@ def evaluate(
             progress("")
             gain = f"{found.gain.value:+.3f} ({found.gain.interval.replace(' to ', '..')})"
             ours, theirs = _figure(found.model.auroc), _figure(found.baseline.auroc)
-            typer.echo(
+            say(
                 f"{precision:9}  {seed:4}  {ours:>5}  {theirs:>8}  {gain:22}  {found.model.brier:.3f}  "
                 f"{found.model.ece:.3f}  {found.overflow_rate:8.1%}"
             )

@@ -2,9 +2,11 @@
 
 ``isolated.py`` starts it as a fresh interpreter, so that nothing of the command lies in its memory. Before it opens
 what it was given it has, in this order: no core dump, no file to write to, limits on CPU seconds and on the address
-space beyond what its imports took; Landlock, where the kernel has it: no file made, changed or started; a system-call
-filter (x86_64 and aarch64): no socket, no new process, no look into another. It may read files, since a dump is a
-folder and libraries load parts of themselves late; what it read cannot leave but through its pipe.
+space beyond what its imports took; a user namespace of its own, where the kernel grants it, and no capability, root's
+neither; Landlock, where the kernel has it: no file made, changed or started; a system-call filter (x86_64 and aarch64)
+that allows what reading needs and nothing else: files opened to read, threads, its own limits. It may read what its
+user may, since a dump is a folder and libraries load parts of themselves late; what it read cannot leave but through
+its pipe.
 
 On stdout, one message: a line of JSON, then the arrays of ``ARRAYS`` as raw bytes; of a log, each curve's steps and
 values (float64). ``{"error": TEXT}`` where the reader
@@ -111,9 +113,10 @@ def confine(memory_bytes: int, cpu_s: int) -> None:
         bound = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
         resource.setrlimit(what, (bound, bound))
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(jail.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc.unshare(jail.NEWUSER)  # in a namespace of its own it may look into no process outside, of the same user either
+    jail.drop_capabilities(libc)
     jail.forbid_files(libc, reading=True)
-    code = jail.reading_filter(os.uname().machine)
+    code = jail.filter_program(os.uname().machine, reading=True)
     if code is not None:
         jail.install_filter(libc, code)
 

@@ -16,13 +16,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
 
 from mantissa.base.bounds import boundary
 from mantissa.base.errors import MantissaError
-from mantissa.base.http import OK, http_answer, server_address
+from mantissa.base.http import OK, http_answer, is_this_machine, server_address
 from mantissa.base.readers.json import parse_json
 from mantissa.doctor.dump import Dump, Scored
 from mantissa.doctor.sides import AnyModel, Array, evenly_spaced
@@ -32,6 +33,7 @@ from mantissa.model import Decoder, policy_weights
 from mantissa.precision import PrecisionPolicy
 from mantissa.rollout import NativeEngine, Request, SamplingParams
 from mantissa.rollout.transformers import TransformersEngine, in_role
+from mantissa.rollout.vllm.key import known_key
 
 _SLOTS = 64
 _MOST_BYTES = 64 << 20  # of one answer
@@ -140,8 +142,9 @@ class _Server:
     def _answer(self, method: str, path: str, body: object = None) -> dict[str, Any]:
         """A server's JSON object; everything else is one error."""
         with boundary(f"{self.url}{path}", "expected an OpenAI-compatible server that is running there"):
-            wait = self._timeout_s
-            status, text = http_answer(method, self._root + path, body, timeout_s=wait, most_bytes=_MOST_BYTES)
+            key = known_key(urlsplit(self._root).port or 80, is_this_machine(self._root))
+            how: dict[str, Any] = {"timeout_s": self._timeout_s, "most_bytes": _MOST_BYTES, "key": key}
+            status, text = http_answer(method, self._root + path, body, **how)
             if status != OK:
                 raise MantissaError(f"{self.url}{path} answered {status}: {text[:200]}")
             answer = parse_json(text)

@@ -11,7 +11,7 @@ end_with_launcher()  # before imports that take seconds
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from mantissa.base.errors import MantissaError  # noqa: E402
+from mantissa.base.errors import MantissaError, say  # noqa: E402
 from mantissa.rl.assemble import assemble  # noqa: E402
 from mantissa.rl.config.run import load_recipe  # noqa: E402
 from mantissa.rl.warm_start import warm_start  # noqa: E402
@@ -24,7 +24,7 @@ def main(recipe: str, folder: str) -> None:
     parts = assemble(config)
     try:
         params = parts.sampler.params_of(config.rollout)
-        warm_start(parts, config.warm_start, params, lambda row: print(row, flush=True))
+        warm_start(parts, config.warm_start, params, lambda row: say(str(row)))
     finally:
         parts.close()
     parts.save(Path(folder))
@@ -34,5 +34,5 @@ if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
     except MantissaError as error:
-        print(f"mantissa: error: {error}", file=sys.stderr)
+        say(f"mantissa: error: {error}", err=True)
         sys.exit(2)

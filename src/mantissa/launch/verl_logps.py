@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, say
 from mantissa.doctor.gate import Gate
 from mantissa.doctor.record import ScoredBatch, write_batch
 from mantissa.verl.gate import parse
@@ -47,11 +47,11 @@ def gate(asked: str) -> Gate:
     on_fault, every = parse(asked, f"{GATE}={asked!r}")
     lines: list[str] = []
 
-    def say(line: str) -> None:
+    def told(line: str) -> None:
         lines.append(line)
-        print(line, file=sys.stderr, flush=True)
+        say(line, err=True)
 
-    made = Gate(every, "stop" if on_fault == "stop" else "warn", framework="verl", say=say)
+    made = Gate(every, "stop" if on_fault == "stop" else "warn", framework="verl", say=told)
     step = [0]
 
     def look(found: ScoredBatch) -> dict[str, float]:

@@ -6,6 +6,8 @@ look on.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import shlex
@@ -19,12 +21,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 from mantissa.algorithms.correction import CorrectionConfig
 from mantissa.base.errors import MantissaError, StoppedError
 from mantissa.base.functions import IMPORT_PATH, source_digest
 from mantissa.base.ranks import ALONE, Ranks, choose_device, join, world_size
+from mantissa.base.screen import Screen
 from mantissa.guard import ReferenceRun
 from mantissa.guard.watch import fall_back_of
 from mantissa.kernels import resolve
@@ -223,7 +225,7 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
                 if not steps:
                     live.note(f"warning: {run.checkpoints} holds no checkpoint: the run begins again from its start")
                 for key, (then, now) in run.record_resume(done, environment_of(config, parts)).items():
-                    much = "numbers differ" if key == "code" else "numbers may differ in their last bits"
+                    much = "numbers differ" if key in ("code", "recipe") else "numbers may differ in their last bits"
                     live.note(f"warning: {key} was {then}, now {now}: {much} from the first run's")
             finished = _kind(config).go(config, parts, run, trackers, live)
             if rank0 and finished:
@@ -270,7 +272,7 @@ def _screen(
         with Live(steps, done=done, still=still, expected=expected) as live:
             yield live
         return
-    with open(os.devnull, "w") as nowhere, Live(steps, done=done, console=Console(file=nowhere)) as live:
+    with open(os.devnull, "w") as nowhere, Live(steps, done=done, console=Screen(file=nowhere)) as live:
         yield live
 
 
@@ -299,9 +301,17 @@ def environment_of(config: RunConfig, parts: Parts) -> dict[str, Any]:
     share: dict[str, Any] = {}
     if parts.twin is not None:
         share = {"engine_share": parts.twin.facts(parts.sampler.engine)}
-    code = {"code": digests} if (digests := _code(config.model_dump(mode="json"))) else {}
+    made: dict[str, Any] = {"recipe": _recipe(config)}
+    made |= {"code": digests} if (digests := _code(config.model_dump(mode="json"))) else {}
     about = {"precision": rows, "training_device": device, "grading": guards, "verdicts": parts.task.verifier.decides}
-    return environment() | about | code | products | weights | exact | several | share
+    return environment() | about | made | products | weights | exact | several | share
+
+
+def _recipe(config: RunConfig) -> str:
+    """SHA-256 of a recipe without what may change when a run goes on, and where it lies."""
+    given = config.model_dump(mode="json", exclude={"run_dir", "nproc", "parallel"}, exclude_defaults=True)
+    given.get("rollout", {}).get("vllm", {}).pop("server", None)
+    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
 
 
 def _code(part: Any) -> dict[str, str | None]:

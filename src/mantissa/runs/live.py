@@ -27,8 +27,9 @@ from rich.table import Table
 from rich.text import Text
 
 from mantissa.base.environ import Heartbeat
-from mantissa.base.errors import MantissaError, pip_install
+from mantissa.base.errors import MantissaError, pip_install, say
 from mantissa.base.files import disk_errors
+from mantissa.base.screen import Screen
 from mantissa.mismatch.tables import K3
 from mantissa.mismatch.usual import Usual, size_sentence, usual
 from mantissa.runs.directory import RunDirectory
@@ -142,7 +143,7 @@ class Live:
     ) -> None:  # fmt: skip
         self._expected, self._gap_told = functools.cache(expected), False
         self._columns = tuple(column for column in COLUMNS if column.metric not in still)
-        self.console = console or Console(highlight=False)
+        self.console = console or Screen(highlight=False)
         self.total_steps = total_steps
         self.terminal = self.console.is_terminal
         self._rows = 0
@@ -248,8 +249,7 @@ class Live:
         self._write(text)
 
     def _write(self, text: str) -> None:
-        self.console.file.write(text.replace("\n", " ") + "\n")
-        self.console.file.flush()
+        say(text.replace("\n", " "), to=self.console.file)
 
 
 def _cell(column: Column, row: Mapping[str, Any], expected: Usual) -> tuple[str, str]:

@@ -25,14 +25,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, say
 from mantissa.base.files import write_atomically
 from mantissa.base.readers.json import read_json
 from mantissa.doctor.diagnosis import Diagnosis, Verdict
@@ -87,7 +86,7 @@ class TrainerGate:
 
     def _say(self, line: str) -> None:
         self.lines.append(line)
-        print(line, file=sys.stderr, flush=True)
+        say(line, err=True)
 
     def due(self, step: int) -> bool:
         """Whether a batch of this step would be looked at."""

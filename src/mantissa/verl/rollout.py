@@ -21,7 +21,7 @@ from verl.utils.device import get_device_name
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, say
 from mantissa.verl.refusals import get, of_model, of_rollout, refuse
 from mantissa.verl.serving import Limits, Serving, sampling
 from mantissa.verl.wire import TENSOR, Setup
@@ -78,7 +78,7 @@ class Server:
         await self.serving.load(Setup.from_json(setup), weights, step)
         if self.serving.evidence != evidence:
             node = ray.get_runtime_context().get_node_id()
-            print(f"mantissa server {self.serving.replica} on node {node[:8]}: {self.serving.evidence}", flush=True)
+            say(f"mantissa server {self.serving.replica} on node {node[:8]}: {self.serving.evidence}")
 
     async def set_global_steps(self, step: int) -> None:
         self.serving.step = step

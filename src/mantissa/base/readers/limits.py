@@ -41,8 +41,9 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         with path.open("rb") as file:
             yield file
         return
-    from rich.console import Console
     from rich.progress import open as bar
 
-    with bar(path, "rb", description=f"reading {path.name}", transient=True, console=Console(stderr=True)) as file:
+    from mantissa.base.screen import Screen
+
+    with bar(path, "rb", description=f"reading {path.name}", transient=True, console=Screen(stderr=True)) as file:
         yield file

@@ -39,14 +39,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 import torch
 from torch import Tensor
 
 from mantissa.base.environ import changed_environment
 from mantissa.base.errors import MantissaError
-from mantissa.base.http import NOT_FOUND, OK, http_answer, server_address
+from mantissa.base.http import NOT_FOUND, OK, http_answer, is_this_machine, server_address
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.base.readers.json import as_json, parse_json
 from mantissa.kernels import Kernels
@@ -55,6 +55,7 @@ from mantissa.rollout.generation import StopStrings
 from mantissa.rollout.most_probable import MostProbable
 from mantissa.rollout.sampling import Completion, FinishReason, Request, SamplingParams, request_keys
 from mantissa.rollout.support import Support, encode_ids
+from mantissa.rollout.vllm.key import UNAUTHORIZED, known_key
 from mantissa.rollout.vllm.server import MOST_TOLD, VllmStart, WeightFolder, dtype_name, require_vllm, sample_weights
 from mantissa.rollout.vllm.worker import CodeKernels
 
@@ -275,7 +276,8 @@ class ServedVllm:
 
     def _post(self, path: str, body: Any = None) -> Any:
         """The server's answer."""
-        key = os.environ.get("VLLM_API_KEY") or None
+        address = urlsplit(self._url)
+        key = known_key(address.port or 80, is_this_machine(self._url))
         try:
             status, answer = http_answer("POST", self._url + path, body or {}, timeout_s=self._timeout, key=key)
         except OSError as error:
@@ -283,6 +285,8 @@ class ServedVllm:
         if status != OK:
             missing = status == NOT_FOUND
             advice = "it must be one that mantissa serve started" if missing else "its own log says more"
+            if status == UNAUTHORIZED:
+                advice = "set VLLM_API_KEY to the key that mantissa serve named the file of"
             raise MantissaError(f"{self.where} answered {path} with {status}: {_first_line(answer)}; {advice}")
         return parse_json(answer)
 

@@ -2,7 +2,7 @@
 
 Both ways ask for the same, so what is checked of one is checked of the other. A server is vLLM's own, in its
 development mode, which lets whoever reaches the port call any method of the worker. So it listens on this machine
-alone, unless told.
+alone, unless told, and answers nobody without its key (``key.py``).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from mantissa.base.tensors import plain_name, write_tensors
 from mantissa.model import ModelConfig
 from mantissa.model.config import config_fields
 from mantissa.precision import E4M3, Fp8Policy, NumberFormat
+from mantissa.rollout.vllm.key import KEY_FILE, MIDDLEWARE, UNAUTHORIZED, written_key
 from mantissa.rollout.vllm.worker import (
     EXTENSION,
     FP8_CACHE,
@@ -68,12 +69,12 @@ def serve_vllm(
     where they lie; a temporary one where None. ``ready`` is called with its URL once it answers.
     """
     require_vllm()
-    with _folder(folder) as path:
+    with _folder(folder) as path, written_key(port) as key:
         room = WeightFolder(path, start)
         room.write_config()
         room.write(sample_weights(shapes, start.fp8))
-        command = [*_command(), *flags(start.options(str(path))), *_FLAGS]
-        with changed_environment(start.environment() | _MODE):
+        command = [*_command(), *flags(start.options(str(path))), *_FLAGS, "--middleware", MIDDLEWARE]
+        with changed_environment(start.environment() | _MODE | {KEY_FILE: str(key)}):
             server = subprocess.Popen([*command, "--host", host, "--port", str(port)])
         stopped: list[float] = []
 
@@ -83,7 +84,9 @@ def serve_vllm(
 
         before = {signum: signal.signal(signum, stop) for signum in (signal.SIGINT, signal.SIGTERM)}
         try:
-            if _answers(server, stopped, _url("127.0.0.1" if host in ("0.0.0.0", "") else host, port)):
+            here = _url("127.0.0.1" if host in ("0.0.0.0", "") else host, port)
+            if _answers(server, stopped, here):
+                _require_guard(here)
                 ready(_url(host, port))
             code = _waited(server, stopped)
         finally:
@@ -139,6 +142,16 @@ def _answers(server: subprocess.Popen[bytes], stopped: list[float], url: str) ->
                 return True
         time.sleep(0.2)
     return False
+
+
+def _require_guard(url: str) -> None:
+    """``MantissaError`` where the server answers without the key."""
+    status, _ = http_answer("GET", f"{url}/version", timeout_s=10.0)
+    if status != UNAUTHORIZED:
+        raise MantissaError(
+            f"vLLM's server answers without a key (status {status}), so whoever reaches its port could run code here: "
+            "this version takes no --middleware; use the one that make test-vllm installs"
+        )
 
 
 def _waited(server: subprocess.Popen[bytes], stopped: list[float]) -> int:

@@ -76,14 +76,19 @@ SYSCALLS: dict[str, tuple[int, int]] = {
 }
 # ..., which argument is looked at, and what it may be: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
 CHECKED: dict[str, tuple[int, int, int, tuple[int, ...]]] = {"fcntl": (72, 25, 1, (0, 1, 2, 3, 1030))}
-# What who only reads files has no use for: sockets, programs, other processes, namespaces, the kernel's own parts.
-_NOT_READING = """
-    socket:41,198 socketpair:53,199 connect:42,203 execve:59,221 execveat:322,281 fork:57,-1 vfork:58,-1 kill:62,129
-    tkill:200,130 rt_sigqueueinfo:129,138 ptrace:101,117 process_vm_readv:310,270 process_vm_writev:311,271 bpf:321,280
-    mount:165,40 umount2:166,39 pivot_root:155,41 chroot:161,51 setns:308,268 unshare:272,97 add_key:248,217
-    request_key:249,218 keyctl:250,219 perf_event_open:298,241 userfaultfd:323,282 io_uring_setup:425,425
-    pidfd_open:434,434 pidfd_send_signal:424,424 pidfd_getfd:438,438 fchmod:91,52 fchmodat:268,53 chmod:90,-1
+# What who reads files needs beside that: to look at names and folders, and threads of libraries.
+_READING = """
+    stat:4,-1 lstat:6,-1 newfstatat:262,79 statx:332,291 statfs:137,43 fstatfs:138,44 access:21,-1 faccessat:269,48
+    faccessat2:439,439 getdents:78,-1 getdents64:217,61 readlink:89,-1 readlinkat:267,78 getcwd:79,17 fadvise64:221,223
+    preadv:295,69 getrlimit:97,163 setrlimit:160,164 set_robust_list:273,99 set_tid_address:218,96 getcpu:309,168
+    membarrier:324,283
 """
+_READING_CHECKED = {  # prctl: PR_SET_NAME, PR_GET_NAME; prlimit64: of itself
+    "prctl": (157, 167, 0, (15, 16)), "prlimit64": (302, 261, 0, (0,)),
+}  # fmt: skip
+_OPENS = ((2, -1, 1), (257, 56, 2))  # open, openat, and which argument is flags
+_WRITES = 0x1 | 0x2 | 0x40 | 0x200 | 0x400  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_APPEND
+_TGKILL = (234, 131)
 _CLONE, _CLONE3, _CLONE_THREAD = (56, 220), 435, 0x10000
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, linux/audit.h
 
@@ -91,32 +96,13 @@ _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # colu
 # the filter
 
 
-def filter_program(machine: str) -> bytes | None:
-    """The system-call filter in the kernel's classic BPF; None for an architecture that it is not written for."""
-    if machine not in _ARCHITECTURES or sys.maxsize < 2**32:
-        return None
-    column, architecture = _ARCHITECTURES[machine]
-    load, equal, at_least, answer = 0x20, 0x15, 0x35, 0x06
-    allow, deny, kill = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
-    code = [(load, 0, 0, 4), (equal, 1, 0, architecture), (answer, 0, 0, kill), (load, 0, 0, 0)]
-    code += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, deny)]  # x32's numbers on x86_64
-    for numbers in SYSCALLS.values():
-        if numbers[column] >= 0:
-            code += [(equal, 0, 1, numbers[column]), (answer, 0, 0, allow)]
-    for *pair, argument, values in CHECKED.values():
-        code += [(equal, 0, 2 * len(values) + 2, pair[column]), (load, 0, 0, 16 + 8 * argument)]
-        for value in values:
-            code += [(equal, 0, 1, value), (answer, 0, 0, allow)]
-        code.append((answer, 0, 0, deny))
-    code.append((answer, 0, 0, deny))
-    return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
+def filter_program(machine: str, reading: bool = False) -> bytes | None:
+    """The system-call filter in the kernel's classic BPF: what it lists is allowed, all else fails with EPERM. None for
+    an architecture that it is not written for.
 
-
-def reading_filter(machine: str) -> bytes | None:
-    """A filter that denies what reading files has no use for and allows the rest; None as for ``filter_program``.
-
-    Threads may be made. ``clone3`` is answered as by a kernel that lacks it, so that libraries use ``clone``, whose
-    flags a filter can see.
+    ``reading``: files may be opened to read, threads made, this process's own limits and threads' names changed, and a
+    signal sent to itself (``abort``). ``clone3`` is answered as by a kernel that lacks it, so that libraries use
+    ``clone``, whose flags a filter can see.
     """
     if machine not in _ARCHITECTURES or sys.maxsize < 2**32:
         return None
@@ -124,13 +110,30 @@ def reading_filter(machine: str) -> bytes | None:
     load, equal, at_least, any_of, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, deny, absent, kill = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS, 0x80000000
     code = [(load, 0, 0, 4), (equal, 1, 0, architecture), (answer, 0, 0, kill), (load, 0, 0, 0)]
-    code += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, deny)]
-    for numbers in re.findall(r"\w+:(-?\d+),(-?\d+)", _NOT_READING):
-        if int(numbers[column]) >= 0:
-            code += [(equal, 0, 1, int(numbers[column])), (answer, 0, 0, deny)]
-    code += [(equal, 0, 1, _CLONE3), (answer, 0, 0, absent)]
-    code += [(equal, 0, 3, _CLONE[column]), (load, 0, 0, 16), (any_of, 1, 0, _CLONE_THREAD), (answer, 0, 0, deny)]
-    code.append((answer, 0, 0, allow))
+    code += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, deny)]  # x32's numbers on x86_64
+    allowed = [numbers[column] for numbers in SYSCALLS.values()]
+    checked = [*CHECKED.values()]
+    if reading:
+        allowed += [int(numbers[column]) for numbers in re.findall(r"\w+:(-?\d+),(-?\d+)", _READING)]
+        checked += [*_READING_CHECKED.values(), (*_TGKILL, 0, (os.getpid(),))]
+    for number in allowed:
+        if number >= 0:
+            code += [(equal, 0, 1, number), (answer, 0, 0, allow)]
+    for *pair, argument, values in checked:
+        code += [(equal, 0, 2 * len(values) + 2, pair[column]), (load, 0, 0, 16 + 8 * argument)]
+        for value in values:
+            code += [(equal, 0, 1, value), (answer, 0, 0, allow)]
+        code.append((answer, 0, 0, deny))
+    if reading:
+        flags = [
+            (number, argument, _WRITES, deny, allow) for *pair, argument in _OPENS if (number := pair[column]) >= 0
+        ]
+        flags.append((_CLONE[column], 0, _CLONE_THREAD, allow, deny))
+        for number, argument, bits, some, none in flags:
+            code += [(equal, 0, 4, number), (load, 0, 0, 16 + 8 * argument), (any_of, 0, 1, bits)]
+            code += [(answer, 0, 0, some), (answer, 0, 0, none)]
+        code += [(equal, 0, 1, _CLONE3), (answer, 0, 0, absent)]
+    code.append((answer, 0, 0, deny))
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
 
 
@@ -209,12 +212,14 @@ def _empty_root(libc: Any) -> bool:
 
 def drop_privileges(libc: Any) -> bool:
     """No capability in any set, none by a later exec, and no look into this process's memory."""
-    header = struct.pack("=Ii", 0x20080522, 0)
-    return (
-        libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
-        and libc.syscall({"x86_64": 126, "aarch64": 91}.get(os.uname().machine, -1), header, bytes(24)) == 0  # capset
-        and libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) == 0
-    )
+    return drop_capabilities(libc) and libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) == 0
+
+
+def drop_capabilities(libc: Any) -> bool:
+    """No capability in any set, and none by a later exec: what root could still do it does as a user of that number."""
+    capset = {"x86_64": 126, "aarch64": 91}.get(os.uname().machine, -1)
+    none = struct.pack("=Ii", 0x20080522, 0), bytes(24)
+    return libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 and libc.syscall(capset, *none) == 0
 
 
 def confine(libc: Any) -> list[str]:

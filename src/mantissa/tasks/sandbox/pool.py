@@ -32,7 +32,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, say
 from mantissa.tasks.sandbox.run import cause_of_death
 from mantissa.tasks.types import Problem, Reward, Verifier, describe
 
@@ -298,7 +298,7 @@ def grade_samples(verifier: Verifier, samples: Sequence[tuple[Problem, str]]) ->
         except BaseException as error:  # noqa: BLE001 - foreign code: even SystemExit costs one sample only
             if not _warned:
                 what = f"grading {len(samples)} samples at once failed ({describe(error)}); doing them one by one"
-                print(f"warning: {what}", file=sys.stderr, flush=True)
+                say(f"warning: {what}", err=True)
             _warned = True
     return [_grade(verifier, problem, completion) for problem, completion in samples]
 
