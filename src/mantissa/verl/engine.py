@@ -55,7 +55,17 @@ from mantissa.verl.batch import Rows, by_temperature
 from mantissa.verl.checkpoint import Checkpoints
 from mantissa.verl.engine_options import EngineOptions
 from mantissa.verl.flowrl import FlowRL
-from mantissa.verl.refusals import get, of_batch, of_checkpoint, of_engine, of_family, of_model, of_optimizer, of_section, refuse
+from mantissa.verl.refusals import (
+    get,
+    of_batch,
+    of_checkpoint,
+    of_engine,
+    of_family,
+    of_model,
+    of_optimizer,
+    of_section,
+    refuse,
+)
 from mantissa.verl.schedule import Schedule
 from mantissa.verl.wire import TENSOR, Setup
 

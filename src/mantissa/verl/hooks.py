@@ -1,5 +1,5 @@
-"""How each of verl's trainers has its configuration judged before it has a worker (``refusals``), finds the gate that it
-asks for (``gate``), and the rollout by its name.
+"""How each of verl's trainers has its configuration judged before it has a worker (``refusals``), and finds the gate
+that it asks for (``gate``) and the rollout by its name.
 
 verl imports ``model.external_lib`` where it reads the model's configuration, which is not in every trainer's process:
 that of ``fully_async_policy`` never does. Its entry points it loads in every process, but before any trainer is there.
