@@ -53,7 +53,7 @@ def test_ways_of_verl_s_to_share_and_hold_a_learner_are_those_without_them(tmp_p
         assert (found["louder"][0]["retried"], found["louder"][0]["overflows"] > 0) == (1, True), way
     assert seen["offload"]["gap"] == 0
     for way in ("ulysses", "a sum a micro-batch"):
-        assert seen[way]["gap"] < 1e-2 * moved, way
+        assert seen[way]["gap"] < 1e-4 * moved, way
     if "8-bit AdamW" in seen:
         assert 0 < seen["8-bit AdamW"]["gap"] < moved
 
