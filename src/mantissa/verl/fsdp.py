@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from verl.utils import model as models
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.metric import Metric
 from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
@@ -66,7 +67,25 @@ class CpuFsdp2(_OnCpu, FSDPEngineWithLMHead):
 
 
 class CpuFsdp2Critic(_OnCpu, FSDPEngineWithValueHead):
-    """verl's own critic on a CPU."""
+    """verl's own critic on a CPU, with the attention that ``critic.model.override_config`` names: verl's function asks
+    for flash attention whatever that says."""
+
+    def _build_module(self) -> Any:
+        theirs = models.load_valuehead_model
+        models.load_valuehead_model = _value_model
+        try:
+            return super()._build_module()
+        finally:
+            models.load_valuehead_model = theirs
+
+
+def _value_model(local_path: str, torch_dtype: torch.dtype, model_config: Any, trust_remote_code: bool) -> Any:
+    """A model with one value a token, as verl's function of this signature gives it."""
+    from transformers import AutoModelForTokenClassification
+
+    return AutoModelForTokenClassification.from_pretrained(
+        local_path, dtype=torch_dtype, config=model_config, trust_remote_code=trust_remote_code
+    )
 
 
 class MantissaFsdp2(CpuFsdp2):
