@@ -141,6 +141,7 @@ $(VERL_VENV)/.installed: constraints.txt
 	$(VERL_PIP) "ray[default]==2.60.0" megatron-core==0.16.1 pytest==9.2.0 typer==0.29.2 rich
 	$(VERL_PIP) "TransferQueue>=0.1.10" cachetools pyzmq msgspec uvicorn fastapi
 	$(VERL_PIP) scipy matplotlib tensorboard math-verify httpx2
+	$(VERL_PIP) --no-deps torchao==0.18.0
 	$(if $(filter 0.8.0,$(VERL)),$(VERL_PIP) pyarrow==21.0.0)
 	$(VERL_PIP) --no-deps --editable .
 	touch $@

@@ -378,7 +378,8 @@ def test_what_the_plugin_s_engines_compute_in() -> None:
     assert (roles["learner"], roles["rollout"], roles["loss scaling"]) == ("fp16", "fp16", "Mantissa's")
     plain = active(check_verl((*OURS, "actor_rollout_ref.actor.fsdp_config.dtype=float16")))
     assert (plain["learner"], plain["rollout"]) == ("fp16", "fp16")
-    fsdp2 = check_verl((*OUR_FSDP2, f"{FREE}.loss_scaling={{growth_interval:400}}", f"{FREE}.flowrl={{beta:15}}"))
+    flow = (f"{FREE}.flowrl={{beta:15}}", "actor_rollout_ref.actor.policy_loss.loss_mode=flowrl")
+    fsdp2 = check_verl((*OUR_FSDP2, f"{FREE}.loss_scaling={{growth_interval:400}}", *flow))
     assert fsdp2.wrong == []
     assert active(fsdp2)["loss scaling"] == "Mantissa's"
 

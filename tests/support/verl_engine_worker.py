@@ -26,7 +26,8 @@ def see(scenario: str, folder: Path, ranks: int = 1, seconds: float = 400) -> Se
 
     make_inputs(folder)
     (folder / "store").unlink(missing_ok=True)
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests" / "support")])
+    others = filter(None, [os.environ.get("PYTHONPATH")])
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests" / "support"), *others])
     command = [sys.executable, "-W", "ignore", __file__, scenario, str(folder)]
     common = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks)}
     logs = [(folder / f"{scenario}-{rank}.log").open("w+") for rank in range(ranks)]
@@ -61,6 +62,8 @@ def _step(engine: Any, data: Any, loss: Callable[..., Any], times: float = 1.0) 
     after, metrics = _weights(engine), found["metrics"]
     changed = [name for name in after if not after[name].equal(before[name])]
     finite = all(bool(value.isfinite().all()) for value in after.values())
+    if "grad_norm" not in metrics:  # of a rank that verl does not ask
+        return {"changed": len(changed), "of": len(after), "finite": finite}
     ours = {name: value for name, value in metrics.items() if name.startswith("mantissa/")}
     said = {name.partition("/")[2]: getattr(value, "values", value)[0] for name, value in ours.items()}
     return {"changed": len(changed), "of": len(after), "finite": finite, "norm": metrics["grad_norm"], **said}
@@ -325,7 +328,63 @@ def overhead(folder: Path, rank: int, world: int) -> Seen:
     return taken
 
 
-SCENARIOS = {each.__name__: each for each in (spikes, flowrl, fixed_point, refusals, overhead)}
+def variants(folder: Path, rank: int, world: int) -> Seen:
+    """Ways of verl's own to hold and share the learner, each beside the engine without it and beside verl's."""
+    import importlib.util
+
+    import verl_engines as ve
+
+    loss = ve.loss_of()
+    shared = {"ulysses_sequence_parallel_size": world}
+    ways: dict[str, tuple[Seen, Seen]] = {
+        "plain": ({}, {}),
+        "ulysses": (shared, {}),
+        "offload": ({"param_offload": True, "optimizer_offload": True}, {}),
+        "a sum a micro-batch": ({"use_no_sync_for_gradient_accumulation": False}, {}),
+    }
+    if importlib.util.find_spec("torchao"):
+        import torch
+
+        torch.compile = lambda function, **_: (
+            function
+        )  # torchao's step, compiled, wants slices of one size on all ranks
+        ways["8-bit AdamW"] = ({}, {"optimizer": "AdamW8bit", "optimizer_impl": "torchao.optim"})
+    engines: dict[str, Any] = {}
+    seen: Seen = {}
+    # the packed forward comes last: its attention takes the place of the other in this process
+    for way in sorted(ways, key="ulysses".__eq__):
+        section, optim = ways[way]
+        together = bool(section.get("ulysses_sequence_parallel_size"))
+        data = [ve.batch(*((0, 1) if together else (rank, world)), seed=i, packed=together) for i in range(3)]
+
+        def made(strategy: str, name: str, section: Seen = section, optim: Seen = optim) -> Any:
+            return ve.engine(folder, strategy, section=section, optim=optim, param_dtype=name)
+
+        ours, theirs = made("mantissa_fsdp2", "fp32"), made("fsdp2", "fp32")
+        for each in data:
+            _step(ours, each, loss)
+            _step(theirs, each, loss)
+        engines[way] = ours
+        half = made("mantissa_fsdp2", "fp16")
+        louder = [_step(half, each, loss, 256.0) for each in data]
+        half.save_checkpoint(str(folder / f"{way}{world}"))
+        resumed = made("mantissa_fsdp2", "fp16")
+        resumed.load_checkpoint(str(folder / f"{way}{world}"))
+        for engine in (half, resumed):
+            _step(engine, data[0], loss)
+        seen[way] = {
+            "verl's bits": _equal(ours, theirs),
+            "gap": _apart(_weights(ours), _weights(engines["plain"])),
+            "louder": louder,
+            "goes on equal": _equal(half, resumed),
+            "collects": ours.is_mp_src_rank_with_outputs(),
+        }
+    start = ve.engine(folder, "mantissa_fsdp2", param_dtype="fp32")
+    seen["moved"] = _apart(_weights(engines["plain"]), _weights(start))
+    return seen
+
+
+SCENARIOS = {each.__name__: each for each in (spikes, variants, flowrl, fixed_point, refusals, overhead)}
 
 
 def main() -> None:

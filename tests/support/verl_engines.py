@@ -29,36 +29,78 @@ def join(folder: Path) -> tuple[int, int]:
     return rank, world
 
 
-def engine(folder: Path, strategy: str, lr: float = 1e-3, clip: float = 1.0, **mixed_precision: Any) -> BaseEngine:
-    """An actor's engine on the tiny model of ``folder``, initialised."""
+def engine(
+    folder: Path,
+    strategy: str,
+    lr: float = 1e-3,
+    clip: float = 1.0,
+    section: dict[str, Any] | None = None,
+    optim: dict[str, Any] | None = None,
+    **mixed_precision: Any,
+) -> BaseEngine:
+    """An actor's engine on the tiny model of ``folder``, initialised. ``section``, ``optim``: more of
+    ``actor.fsdp_config`` and ``actor.optim``. Where ranks share a sequence, rows are packed, as verl wants it."""
     from verl.trainer.config import CheckpointConfig
 
+    section = section or {}
+    packed = section.get("ulysses_sequence_parallel_size", 1) > 1
+    if packed:
+        _attend_packed()
     model = HFModelConfig(
         path=str(folder / "model"),
-        use_remove_padding=False,
+        use_remove_padding=packed,
         enable_gradient_checkpointing=False,
         override_config={"attn_implementation": "sdpa"},
     )
-    section = FSDPEngineConfig(
+    config = FSDPEngineConfig(
         strategy="fsdp2",
         use_torch_compile=False,
         use_dynamic_bsz=False,
         mixed_precision=mixed_precision,
-        use_remove_padding=False,
+        use_remove_padding=packed,
+        **section,
     )
-    object.__setattr__(section, "strategy", strategy)  # as verl's actor section does
-    optimizer = FSDPOptimizerConfig(lr=lr, clip_grad=clip, total_training_steps=100, weight_decay=0.01)
+    object.__setattr__(config, "strategy", strategy)  # as verl's actor section does
+    optimizer = FSDPOptimizerConfig(lr=lr, clip_grad=clip, total_training_steps=100, weight_decay=0.01, **(optim or {}))
     contents = ["model", "optimizer", "extra"]
     made = EngineRegistry.new(
         model_type="language_model",
         backend=strategy,
         model_config=model,
-        engine_config=section,
+        engine_config=config,
         optimizer_config=optimizer,
         checkpoint_config=CheckpointConfig(save_contents=contents, load_contents=contents),
     )
     made.initialize()
     return made
+
+
+def _attend_packed() -> None:
+    """Flash attention's part in verl's packed forward, for a processor, where there is none: the rows of a packed
+    sequence apart, by their positions; and verl's own exchange of heads and positions around it."""
+    from torch.nn.functional import scaled_dot_product_attention
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from verl.models.transformers import monkey_patch
+
+    def rows_apart(
+        query: Any, key: Any, value: Any, *_: Any, position_ids: Any, softmax_scale: Any, **more: Any
+    ) -> Any:
+        row_T = (position_ids[0] == 0).cumsum(0)
+        order_T = torch.arange(len(row_T))
+        mask_TT = (row_T.unsqueeze(1) == row_T) & (order_T.unsqueeze(1) >= order_T)
+        heads = (each.transpose(1, 2) for each in (query, key, value))
+        out = scaled_dot_product_attention(*heads, attn_mask=mask_TT, scale=softmax_scale, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: Any = None, **more: Any) -> Any:
+        first = [each.transpose(1, 2) for each in (query, key, value)]
+        out = monkey_patch._ulysses_flash_attention_forward(
+            *first, None, query.shape[2], position_ids=more["position_ids"], softmax_scale=scaling
+        )
+        return out, None
+
+    monkey_patch._flash_attention_forward = rows_apart
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", attention)
 
 
 def loss_of(mode: str = "vanilla", agg: str = "token-mean", **settings: Any) -> Any:
@@ -76,7 +118,7 @@ def loss_of(mode: str = "vanilla", agg: str = "token-mean", **settings: Any) -> 
     return partial(ppo_loss, config=config)
 
 
-def batch(rank: int = 0, world: int = 1, groups: int = 4, samples: int = 4, seed: int = 0) -> Any:
+def batch(rank: int = 0, world: int = 1, groups: int = 4, samples: int = 4, seed: int = 0, packed: bool = False) -> Any:
     """This rank's rows of a batch drawn from ``seed``: ragged, as verl's trainer hands it over."""
     draw = torch.Generator().manual_seed(seed)
 
@@ -115,7 +157,7 @@ def batch(rank: int = 0, world: int = 1, groups: int = 4, samples: int = 4, seed
         "calculate_entropy": False,
         "global_batch_size": len(prompts),
         "use_dynamic_bsz": False,
-        "use_remove_padding": False,
+        "use_remove_padding": packed,
         "micro_batch_size_per_gpu": len(prompts) // world // 2,
         "use_fused_kernels": False,
     }

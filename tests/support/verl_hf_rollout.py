@@ -14,17 +14,21 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
+_BUCKET = ".layers.1.mlp."  # what of the weights stays as it was, by its name
+
 
 class Server:
     """Generates one request at a time, with a cache; the draws of a prompt's n-th request are the same in every run.
 
     ``MANTISSA_TEST_FAULT`` makes it wrong: ``unsynced``, weights of its own in the place of those it is sent;
-    ``temperature``, log-probs from before the temperature; ``stale``, from step 1 on it keeps what it has.
+    ``temperature``, log-probs from before the temperature; ``stale``, from step 1 on it keeps what it has; ``rank``,
+    the second server alone does; ``bucket``, a part of the weights does, as if one of the messages were lost.
     """
 
-    def __init__(self, path: str, response_length: int, dtype: str) -> None:
+    def __init__(self, path: str, response_length: int, dtype: str, replica: int = 0) -> None:
         from transformers import AutoModelForCausalLM
 
+        self.replica = replica
         self.fault = os.environ.get("MANTISSA_TEST_FAULT")
 
         torch.set_num_threads(1)
@@ -68,8 +72,12 @@ class Server:
         )
 
     async def update_weights(self, weights: dict[str, torch.Tensor], step: int | None) -> None:
-        if self.fault == "stale" and step:
+        if step and (self.fault == "stale" or (self.fault == "rank" and self.replica == 1)):
             return
+        if step and self.fault == "bucket":
+            kept = {name: each for name, each in self.model.state_dict().items() if _BUCKET in name}
+            assert kept
+            weights = weights | kept
         self.step = step
         if self.fault == "unsynced":
             draw = torch.Generator().manual_seed(1)
@@ -95,7 +103,7 @@ class HfReplica(RolloutReplica):
                 max_concurrency=self.max_concurrency,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
             )
-            .remote(self.model_config.path, self.config.response_length, self.config.dtype)
+            .remote(self.model_config.path, self.config.response_length, self.config.dtype, self.replica_rank)
         )
         await server.clear_kv_cache.remote()
         self.servers, self._server_handle, self._server_address = [server], server, f"ray:{self.replica_rank}"

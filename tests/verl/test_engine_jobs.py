@@ -90,6 +90,41 @@ def test_a_family_that_only_transformers_knows(tmp_path: Path, family: str, name
 
 
 @VARIANT
+def test_verl_s_own_critic_stands_beside_our_actor(tmp_path: Path) -> None:
+    """``adv_estimator=gae``: the critic learns by verl's engine, and the actor's log-probs are the rollout's."""
+    critic = (
+        "algorithm.adv_estimator=gae",
+        "critic.strategy=fsdp2",
+        f"critic.model.path={tmp_path}/model",
+        "critic.model.external_lib=mantissa.verl.plugin",
+        "critic.model.use_remove_padding=False",
+        "critic.model.enable_gradient_checkpointing=False",
+        "+critic.model.override_config.attn_implementation=sdpa",
+        "critic.fsdp.use_torch_compile=False",
+        "+critic.fsdp.mixed_precision.param_dtype=fp32",
+        "critic.ppo_micro_batch_size_per_gpu=8",
+        "critic.optim.lr=1e-3",
+    )
+    job = mantissa_job(tmp_path, exact("bf16"), *critic)
+    assert sorted(job.metrics) == [1, 2]
+    for row in job.metrics.values():
+        assert row["actor/mantissa/logprobs_compared"] > 0
+        assert row["actor/mantissa/logprobs_unlike_rollout"] == 0
+        assert row["critic/grad_norm"] > 0
+    assert job.metrics[2]["critic/vf_loss"] != job.metrics[1]["critic/vf_loss"]
+
+
+def test_a_key_that_is_refused_ends_the_job_before_ray_starts(tmp_path: Path) -> None:
+    job = mantissa_job(tmp_path, exact("bf16"), f"{MODEL}.lora_rank=8", fails=True)
+    line = (
+        "actor.strategy=mantissa: actor_rollout_ref.model.lora_rank=8: expected 0: LoRA is not supported; leave it out"
+    )
+    assert line in job.log
+    assert "ray init kwargs" not in job.log
+    print(f"{job.seconds:.0f} s")
+
+
+@VARIANT
 def test_such_a_family_by_transformers_own_kernels(tmp_path: Path) -> None:
     """Fast, in slices over two ranks: a half format's gap between both sides."""
     fast = "{precision:{train:bf16,rollout:bf16,kernels:fast},length:32}"

@@ -38,6 +38,26 @@ def test_a_spike_costs_no_batch_where_verl_loses_each(spikes: dict[str, Any]) ->
     assert seen["as if the scale had been lower"], "a step after retries is the step of the lower scale, bit for bit"
 
 
+def test_ways_of_verl_s_to_share_and_hold_a_learner_are_those_without_them(tmp_path: Path) -> None:
+    """Two ranks. In fp32 the weights after three steps are those of verl's engine to the bit, and with Ulysses those
+    without it but for rounding; in fp16 a spike costs no batch, and a resumed engine goes on bit for bit."""
+    seen = see("variants", tmp_path, 2)
+    moved = seen.pop("moved")
+    assert moved > 1e-3
+    assert {"plain", "ulysses", "offload", "a sum a micro-batch"} <= set(seen)
+    for way, found in seen.items():
+        assert found["verl's bits"], way
+        assert found["goes on equal"], way
+        for step in found["louder"]:
+            assert (step["changed"], step["finite"], step["skipped"]) == (step["of"], True, 0), way
+        assert (found["louder"][0]["retried"], found["louder"][0]["overflows"] > 0) == (1, True), way
+    assert seen["offload"]["gap"] == 0
+    for way in ("ulysses", "a sum a micro-batch"):
+        assert seen[way]["gap"] < 1e-4 * moved, way
+    if "8-bit AdamW" in seen:
+        assert 0 < seen["8-bit AdamW"]["gap"] < moved
+
+
 def test_what_no_scale_cures_is_skipped_and_counted_and_the_scale_is_saved(spikes: dict[str, Any]) -> None:
     seen = spikes
     given_up = seen["given up"]

@@ -32,11 +32,13 @@ def page_of(job: Job, step: int) -> tuple[str, dict[str, Any]]:
         pytest.param("unsynced", 1, "forward", "weights", marks=pytest.mark.variants),
         pytest.param("temperature", 1, "temperature", "logprobs_mode", marks=pytest.mark.variants),
         ("stale", 2, "stale", "sync"),
+        pytest.param("bucket", 2, "weights", "sync", marks=pytest.mark.variants),
+        pytest.param("rank", 2, "weights", "sync", marks=pytest.mark.variants),
     ],
 )
 def test_a_fault_stops_the_job_by_its_name(tmp_path: Path, fault: str, step: int, name: str, helps: str) -> None:
     """At the step at which it shows, before anything is learned from that batch; with a page."""
-    job = gated(tmp_path, "stop", fault, steps=3, fails=True)
+    job = gated(tmp_path, "stop", fault, steps=3, fails=True, ranks=2 if fault == "rank" else 1)
     assert sorted(job.metrics) == list(range(1, step))
     said = re.findall(r"MantissaError: (mantissa doctor: step .*)", job.log)
     assert said, job.log[-3000:]

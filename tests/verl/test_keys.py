@@ -106,8 +106,10 @@ def test_each_row_is_of_a_key_that_somebody_may_set() -> None:
         ({**OURS, f"{MIXED}.precision": "fp16", "rollout.dtype": "float32"}, "rollout.dtype", "expected fp16"),
         ({**OURS, f"{MIXED}.precision": "bf16", "actor.fsdp_config.dtype": "float16"}, "actor.fsdp_config.dtype",
          "expected bf16"),
-        ({**OURS, "rollout.quantization": "fp8"}, "rollout.quantization", "precision says the rollout's format"),
+        ({**OURS, "rollout.quantization": "fp8"}, "rollout.quantization", "precision.rollout says it"),
         ({**OURS, "rollout.tensor_model_parallel_size": "2"}, "rollout.tensor_model_parallel_size", "one process"),
+        ({**OURS, "actor.policy_loss.loss_mode": "flowrl"}, "actor.policy_loss.loss_mode", "mixed_precision.flowrl={}"),
+        ({**OURS, f"{MIXED}.flowrl": "{beta: 15}"}, "actor.policy_loss.loss_mode", "expected flowrl"),
         ({**FSDP2, "actor.fsdp_config.qat.enable": "True"}, "actor.fsdp_config.qat.enable", "strategy=fsdp2"),
         ({**FSDP2, "actor.fsdp_config.model_dtype": "bf16"}, "actor.fsdp_config.model_dtype", "masters"),
         ({"actor.strategy": "fsdp2", "ref.strategy": "mantissa", "ref.fsdp_config.param_offload": "True"},
@@ -139,6 +141,8 @@ def test_check_and_the_trainer_refuse_the_same(given: dict[str, str], key: str, 
         {**OURS, f"{MIXED}.precision": "fp16", "rollout.dtype": "float16", "actor.fsdp_config.dtype": "float16"},
         {**FSDP2, "actor.fsdp_config.param_offload": "True", "model.lora_rank": "8"},
         {"actor.strategy": "fsdp2", "rollout.name": "vllm", "rollout.top_p": "0.9"},
+        {**OURS, "actor.policy_loss.loss_mode": "flowrl", f"{MIXED}.flowrl": "{}"},
+        {"actor.strategy": "megatron", "rollout.name": "vllm", "actor.policy_loss.loss_mode": "flowrl"},  # a fork's
         {**OURS, "ref.strategy": "fsdp2", "ref.fsdp_config.param_offload": "True"},
     ],
 )
@@ -146,6 +150,15 @@ def test_what_is_right_for_its_engine_is_refused_by_nobody(given: dict[str, str]
     assert found(given) == {}
     before_workers(sections(given))
     assert check_verl([f"++{full(name)}={value}" for name, value in given.items()]).that("refused") == []
+
+
+def test_flowrl_is_refused_on_an_engine_that_carries_no_head() -> None:
+    """Megatron's and verl's own, where the plugin is loaded, whose loss that is."""
+    flow = {"actor.policy_loss.loss_mode": "flowrl", "model.external_lib": "mantissa.verl.plugin"}
+    for engine in ("megatron", "fsdp2"):
+        (each,) = found({"actor.strategy": engine, "rollout.name": "vllm", **flow}).values()
+        assert each.text.startswith(f"actor.strategy={engine}: actor_rollout_ref.actor.policy_loss.loss_mode=flowrl: ")
+        assert each.text.endswith("and strategy=mantissa_fsdp2")
 
 
 def test_a_wrong_option_of_an_engine_ends_a_job_before_its_workers() -> None:

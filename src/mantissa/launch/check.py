@@ -577,7 +577,8 @@ def _scaler(learner: str, engine: Engine) -> Role:
     if engine == "mantissa_fsdp2":
         return Role("loss scaling", "Mantissa's", "repeats the batch at a lower scale, which is in the checkpoint")
     if engine == "megatron":
-        return Role("loss scaling", "Megatron's", "begins at 32768; override_optimizer_config sets its figures")
+        why = "begins at 32768 (override_optimizer_config); where a gradient overflows, verl 0.9.1 ends the job"
+        return Role("loss scaling", "Megatron's", why)
     return Role("loss scaling", "ShardedGradScaler(growth_interval=400)", "by no key; in no checkpoint, in no metric")
 
 

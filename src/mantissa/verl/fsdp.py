@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from verl.utils import model as models
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.metric import Metric
 from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
 from verl.workers.engine import EngineRegistry
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import write_atomically
@@ -37,7 +38,7 @@ _LOG = logging.getLogger(__name__)
 STATE = "mantissa.json"  # in the actor's folder of a checkpoint: counts and the scaler
 
 
-class CpuFsdp2(FSDPEngineWithLMHead):
+class _OnCpu:
     """verl's own engine on a CPU: a frozen model's weights are not pinned for a GPU that is not there."""
 
     engine_config: Any
@@ -45,10 +46,10 @@ class CpuFsdp2(FSDPEngineWithLMHead):
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         if engine_config.strategy == "fsdp":
             raise MantissaError(
-                "actor.strategy=fsdp on a CPU: FSDP1 sends its weights to a GPU; "
-                "set actor_rollout_ref.actor.strategy=fsdp2"
+                f"{'critic' if model_config.model_type == 'value_model' else 'actor'}.strategy=fsdp on a CPU: FSDP1 "
+                "sends its weights to a GPU; set it to fsdp2"
             )
-        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)  # type: ignore[call-arg]
 
     def _build_fsdp_module(self, module: Any) -> Any:
         mine = self.engine_config
@@ -56,9 +57,35 @@ class CpuFsdp2(FSDPEngineWithLMHead):
             # CPUOffloadPolicy(pin_memory=True) is what verl gives a frozen model, and a CPU has nothing to pin for.
             self.engine_config = dataclasses.replace(mine, forward_only=False)
         try:
-            return super()._build_fsdp_module(module)
+            return super()._build_fsdp_module(module)  # type: ignore[misc]
         finally:
             self.engine_config = mine
+
+
+class CpuFsdp2(_OnCpu, FSDPEngineWithLMHead):
+    """verl's own actor or reference on a CPU."""
+
+
+class CpuFsdp2Critic(_OnCpu, FSDPEngineWithValueHead):
+    """verl's own critic on a CPU, with the attention that ``critic.model.override_config`` names: verl's function asks
+    for flash attention whatever that says."""
+
+    def _build_module(self) -> Any:
+        theirs = models.load_valuehead_model
+        models.load_valuehead_model = _value_model
+        try:
+            return super()._build_module()
+        finally:
+            models.load_valuehead_model = theirs
+
+
+def _value_model(local_path: str, torch_dtype: torch.dtype, model_config: Any, trust_remote_code: bool) -> Any:
+    """A model with one value a token, as verl's function of this signature gives it."""
+    from transformers import AutoModelForTokenClassification
+
+    return AutoModelForTokenClassification.from_pretrained(
+        local_path, dtype=torch_dtype, config=model_config, trust_remote_code=trust_remote_code
+    )
 
 
 class MantissaFsdp2(CpuFsdp2):
@@ -225,4 +252,5 @@ def _refuse(options: Any, model_config: Any, engine_config: Any) -> None:
 
 
 EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cpu")(CpuFsdp2)
+EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device="cpu")(CpuFsdp2Critic)
 EngineRegistry.register(model_type="language_model", backend="mantissa_fsdp2", device=["cpu", "cuda"])(MantissaFsdp2)

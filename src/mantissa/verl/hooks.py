@@ -1,5 +1,5 @@
-"""How each of verl's trainers has its configuration judged before it has a worker (``refusals``), finds the gate that it
-asks for (``gate``), and the rollout by its name.
+"""How each of verl's trainers has its configuration judged before it has a worker (``refusals``), and finds the gate
+that it asks for (``gate``) and what it names: the rollout, and on a CPU verl's own engines.
 
 verl imports ``model.external_lib`` where it reads the model's configuration, which is not in every trainer's process:
 that of ``fully_async_policy`` never does. Its entry points it loads in every process, but before any trainer is there.
@@ -9,8 +9,10 @@ So the classes are changed as they are imported, whoever imports them, and at on
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
@@ -182,7 +184,14 @@ def _change_validation(module: ModuleType) -> None:
         package.validate_config = validated  # type: ignore[attr-defined]
 
 
+def _change_engines(module: ModuleType) -> None:
+    """verl's own engines on a CPU, also in a critic's process, which reads no model's configuration."""
+    if os.environ.get("VERL_PLATFORM") == "cpu":
+        importlib.import_module("mantissa.verl.fsdp")
+
+
 _CHANGES: dict[str, Change] = {
+    "verl.workers.engine": _change_engines,
     "verl.utils.config": _change_validation,
     "verl.workers.rollout.replica": _change_replicas,
     "verl.trainer.ppo.v1.trainer_base": _change_v1,

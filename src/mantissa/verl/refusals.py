@@ -25,8 +25,7 @@ _ROOT = "actor_rollout_ref."
 _UNDER_ROOT = ("actor.", "ref.", "model.", "rollout.")
 _ACTOR, _MODEL = f"{_ROOT}actor", f"{_ROOT}model"
 _NULL = "null"
-_CONTENTS, _KNOWN = ("save_contents", "load_contents"), {"model", "optimizer", "extra", "hf_model"}
-_PRECISION = "fsdp_config.mixed_precision.precision"
+_PLUGIN = "mantissa.verl.plugin"
 _VERL_S = "bfloat16"  # verl's default of every dtype, which may stand beside what decides
 _SHORT = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
 _RANKS = ("trainer.nnodes", "trainer.n_gpus_per_node")
@@ -108,7 +107,7 @@ def rows() -> tuple[Row, ...]:
 
 
 def idle(key: str) -> str:
-    """Why a key of verl's tree changes nothing of what ``strategy=mantissa`` computes, or an empty text, also for one that
+    """Why a key of verl's tree changes nothing of what ``strategy=mantissa`` computes; an empty text also for one that
     may end a job."""
     if any(row.key == key for row in rows()):
         return ""
@@ -141,34 +140,46 @@ def refused(value: Value) -> Iterator[Refused]:
     if ours:
         for key, given, said in _overridden(value("model.override_config")):
             yield Refused(key, given, f"{ours[0]}=mantissa", said)
-    if _word(value("actor.strategy")) == "mantissa":
-        for name in _CONTENTS:
-            if said := _unknown_contents(value(f"actor.checkpoint.{name}")):
-                yield Refused(f"actor.checkpoint.{name}", said[0], "actor.strategy=mantissa", said[1])
-    yield from _other_formats(value)
-
-
-def _other_formats(value: Value) -> Iterator[Refused]:
-    """verl's keys of a format that name another than what runs, where the engine's options decide."""
+    if "actor.strategy" in ours:
+        for key, given, said in _unknown_contents(value("actor.checkpoint")):
+            yield Refused(key, given, "actor.strategy=mantissa", said)
     for role in ("actor", "ref"):
-        if _word(value(f"{role}.strategy")) != "mantissa":
-            continue
-        try:
-            dtype = value(f"{role}.fsdp_config.dtype") or _VERL_S
-            policy = _options(value, role).policy(dtype)
-        except MantissaError:  # a mistake in the options, which is said for itself
-            continue
-        keys = {f"{role}.fsdp_config.dtype": policy.train}
-        if role == "actor" and _word(value("rollout.name")) == "mantissa":
-            keys["rollout.dtype"] = policy.rollout
-            if (given := _word(value("rollout.quantization"))) != _NULL:
-                said = f"expected null: actor.{_PRECISION} says the rollout's format; set its rollout=fp8, and leave it out"
-                yield Refused("rollout.quantization", given, "actor.strategy=mantissa", said)
-        for key, active in keys.items():
-            given = _word(value(key))
-            if given not in (_VERL_S, _NULL) and _SHORT.get(given, given) != active:
-                said = f"expected {active}, the format that {role}.{_PRECISION} gives it: leave it out, or change that"
-                yield Refused(key, given, f"{role}.strategy=mantissa", said)
+        if _word(value(f"{role}.strategy")) == "mantissa":
+            yield from _other_formats(role, value)
+    yield from _without_head(value)
+
+
+def _other_formats(role: str, value: Value) -> Iterator[Refused]:
+    """verl's keys of a format that name another than what runs, where the options of a role's engine decide."""
+    try:
+        policy = _options(value, role).policy(value(f"{role}.fsdp_config.dtype") or _VERL_S)
+    except MantissaError:  # a mistake in the options, which is said for itself
+        return
+    by, precision = f"{role}.strategy=mantissa", f"{role}.fsdp_config.mixed_precision.precision"
+    formats = {f"{role}.fsdp_config.dtype": policy.train}
+    if role == "actor" and _word(value("rollout.name")) == "mantissa":
+        formats["rollout.dtype"] = policy.rollout
+        if (given := _word(value("rollout.quantization"))) != _NULL:
+            yield Refused(
+                "rollout.quantization", given, by, f"expected null: {precision}.rollout says it; leave it out"
+            )
+    for key, active in formats.items():
+        given = _word(value(key))
+        if given not in (_VERL_S, _NULL) and _SHORT.get(given, given) != active:
+            yield Refused(key, given, by, f"expected {active}, as {precision} has it: leave it out, or change that")
+
+
+def _without_head(value: Value) -> Iterator[Refused]:
+    """FlowRL's loss where no engine carries its head of log Z, and a head that no loss reads."""
+    engine, loss = (_word(value(key)) for key in ("actor.strategy", "actor.policy_loss.loss_mode"))
+    ours, head = engine in ("mantissa", "mantissa_fsdp2"), "actor.fsdp_config.mixed_precision.flowrl"
+    there = ours and hasattr(value("actor.fsdp_config.mixed_precision"), "get") and value(head) is not None
+    if loss == "flowrl" and not there and (ours or _word(value("model.external_lib")) == _PLUGIN):
+        said = f"expected a head of log Z: set +{_full(head)}={{}}" + ("" if ours else " and strategy=mantissa_fsdp2")
+        yield Refused("actor.policy_loss.loss_mode", loss, f"actor.strategy={engine}", said)
+    if there and loss != "flowrl":
+        said = f"expected flowrl, as {head} is set: set it to flowrl, or leave that out"
+        yield Refused("actor.policy_loss.loss_mode", loss, f"actor.strategy={engine}", said)
 
 
 def _options(value: Value, role: str) -> EngineOptions:
@@ -182,10 +193,15 @@ def _overridden(section: Any) -> Iterator[tuple[str, str, str]]:
             yield f"model.override_config.{name}", _word(given), "the model's own configuration is used; leave it out"
 
 
-def _unknown_contents(contents: Any) -> tuple[str, str] | None:
-    """What a checkpoint is to hold that none has, and what was expected."""
-    unknown = sorted(set(contents or ()) - _KNOWN) if not isinstance(contents, str) else []
-    return (", ".join(unknown), f"expected some of {', '.join(sorted(_KNOWN))}") if unknown else None
+def _unknown_contents(checkpoint: Any) -> Iterator[tuple[str, str, str]]:
+    """Key, value and what was expected of each list of what a checkpoint is to hold, or a job to take from it, that
+    names what none has."""
+    known = ("extra", "hf_model", "model", "optimizer")
+    for name in ("save_contents", "load_contents"):
+        named = get(checkpoint, name) or ()
+        unknown = sorted(set(named) - set(known)) if not isinstance(named, str) else []
+        if unknown:
+            yield f"actor.checkpoint.{name}", ", ".join(unknown), f"expected some of {', '.join(known)}"
 
 
 def before_workers(config: Any) -> None:
@@ -275,9 +291,8 @@ def of_optimizer(optim: Any) -> Refusals:
 def of_checkpoint(checkpoint: Any) -> Refusals:
     """Of ``actor.checkpoint``."""
     yield from of_section("actor.checkpoint", checkpoint)
-    for name in _CONTENTS:
-        if said := _unknown_contents(get(checkpoint, name)):
-            yield True, f"{_ACTOR}.checkpoint.{name}: {said[0]}: {said[1]}"
+    for key, given, said in _unknown_contents(checkpoint):
+        yield True, f"{_full(key)}={given}: {said}"
 
 
 def of_batch(flags: dict[str, Any], keys: set[str]) -> Refusals:

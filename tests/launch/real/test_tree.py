@@ -63,6 +63,29 @@ def test_nobody_but_megatron_s_engines_reads_a_key_called_dtype(verl_folder: Pat
         assert "engine_config.dtype" not in file.read_text(), file.name
 
 
+def test_an_overflow_on_megatron_ends_the_job(verl_folder: Path, verl_version: str) -> None:
+    """Megatron's step says False where it found an infinity, and verl's engine raises then."""
+    import ast
+
+    if verl_version != "0.9.1":
+        pytest.skip("read in 0.9.1")
+    megatron = pytest.importorskip("megatron.core")
+
+    def method(file: Path, kind: str, name: str) -> ast.FunctionDef:
+        classes = {each.name: each for each in ast.walk(ast.parse(file.read_text())) if isinstance(each, ast.ClassDef)}
+        return next(each for each in classes[kind].body if isinstance(each, ast.FunctionDef) and each.name == name)
+
+    theirs = Path(megatron.__path__[0]) / "optimizer" / "optimizer.py"
+    step = ast.unparse(method(theirs, "MixedPrecisionOptimizer", "step"))
+    assert "if found_inf_flag:\n        return (False, None, None)" in step
+    engine = verl_folder / "workers" / "engine" / "megatron" / "transformer_impl.py"
+    taken = method(engine, "MegatronEngine", "optimizer_step")
+    (judged,) = [
+        each for each in taken.body if isinstance(each, ast.If) and "update_successful" in ast.unparse(each.test)
+    ]
+    assert [type(each) for each in judged.orelse] == [ast.Raise]
+
+
 def test_flowrl_s_loss_and_the_modules_of_its_recipe_are_not_there(verl_folder: Path) -> None:
     """Why the exporter refuses it; a verl that has either again would need another answer."""
     losses = re.findall(
