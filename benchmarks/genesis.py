@@ -1,4 +1,4 @@
-"""What evolution and its world model are worth: rows for docs/evolution.md and docs/worldmodel.md.
+"""What evolution and its world model are worth: rows for docs/evolution.md.
 
     python benchmarks/genesis.py worldmodel    # how well ends are predicted, in fp32, fp16 and bf16, three seeds
     python benchmarks/genesis.py ranking       # ranked by the world model and by chance, twenty seeds, 75 executions

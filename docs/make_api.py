@@ -1,4 +1,5 @@
-"""The page ``api.md``, made from the docstrings while the site is built: a hook of mkdocs, no file to keep current.
+"""mkdocs' hooks: the page ``api.md``, made from the docstrings while the site is built, so that no file is to be kept
+current; links of ``results.md``; and what the built site needs to be read from the file system and on a narrow screen.
 
 What is public is what a room exports (``__all__``), or what the module itself defines where it has none.
 """
@@ -11,6 +12,7 @@ import inspect
 import re
 import textwrap
 from enum import Enum
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -164,3 +166,21 @@ def on_files(files: Any, config: Any) -> Any:
 
     files.append(File.generated(config, "api.md", content=page()))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """mkdocs' hook: ``results.md`` is ``results/README.md``, whose links are to be followed from its own folder."""
+    return markdown.replace("](../docs/", "](") if page.file.src_path == "results.md" else markdown
+
+
+_WIDE, _NARROWER = "76.25em", "68em"  # where the navigation comes beside the page: at 1220 px, here at 1088
+
+
+def on_post_build(config: Any) -> None:
+    """mkdocs' hook: the search's index as a script, which a page of the file system can load, and the theme's width."""
+    site = Path(config.site_dir)
+    index = (site / "search" / "search_index.json").read_text(encoding="utf-8")
+    (site / "search" / "search_index.js").write_text(f"var __index = {index}", encoding="utf-8")
+    for sheet in (site / "assets" / "stylesheets").glob("*.css"):
+        text = sheet.read_text(encoding="utf-8")
+        sheet.write_text(text.replace(_WIDE, _NARROWER).replace("76.234375em", "67.984375em"), encoding="utf-8")

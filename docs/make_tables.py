@@ -276,26 +276,6 @@ def lost() -> str:
     return table(("trainer", "fp16 kernels", "batches lost a run", "steps retried a run", "final loss"), lines)
 
 
-# bench.md
-
-
-def command_options(command: str) -> str:
-    """A command's options."""
-    from typer.main import get_command
-
-    from mantissa.cli import app
-
-    lines = []
-    found: Any = get_command(app).get_command(None, command)  # type: ignore[attr-defined]
-    for option in found.get_params(found.context_class(found)):
-        if "--help" in option.opts or option.param_type_name == "argument":
-            continue
-        default = option.show_default if isinstance(option.show_default, str) else option.default
-        shown = "" if default in (None, False) else str(default) if " " in str(default) else f"`{default}`"
-        lines.append([f"`{option.opts[0]}`", shown, option.help])
-    return table(("option", "default", "what it does"), lines)
-
-
 # gap.md
 
 
@@ -322,9 +302,6 @@ def measured_gap() -> str:
         ]  # not broken there
         lines.append([f"`{pair}`", *(f"{value}<br>{interval}" for value, interval in cells), f"{row['tokens']:,}"])
     return table(("learner/rollout", *(TITLES[name] for name in names), "tokens"), lines)
-
-
-# emulated.md
 
 
 def _newest_of(kind: str) -> dict[tuple[str, str], dict[str, Row]]:
@@ -355,7 +332,7 @@ def switches() -> str:
     return table([each.replace("\\|", "|") for each in header], lines)
 
 
-# substitution.md, tune.md
+# figures.md, guide.md
 
 
 def _share(value: float, low: float, high: float) -> str:
@@ -404,7 +381,7 @@ def origins() -> str:
     return table(header, found())
 
 
-# soak.md
+# evolution.md: under load
 
 
 def soak_sizes() -> str:
@@ -456,12 +433,12 @@ def waltz() -> str:
 
 # The page that explains a command; those without one are explained by --help and this page.
 COMMAND_PAGES = {
-    "recipes": "recipes.md", "train": "recipes.md", "lab": "lab.md", "bench": "bench.md", "gap": "gap.md",
-    "doctor": "doctor.md", "metrics": "metrics.md", "precision": "guide.md", "tune": "tune.md", "guard": "rollback.md",
-    "fitness": "fitness.md", "weights": "weights.md",
+    "recipes": "recipes.md", "train": "recipes.md", "lab": "lab.md", "bench": "guide.md", "gap": "gap.md",
+    "doctor": "doctor.md", "metrics": "metrics.md", "precision": "guide.md", "tune": "guide.md", "guard": "rollback.md",
+    "fitness": "guide.md", "weights": "weights.md",
     "launch": "cluster.md", "check": "check.md", "check-verl": "cluster.md", "serve": "vllm.md",
     "evolve": "evolution.md",
-    "worldmodel": "worldmodel.md", "sample": "models.md", "demo": "start/laptop.md", "replay": "exactness.md",
+    "worldmodel": "evolution.md", "sample": "adopt.md", "demo": "start/laptop.md", "replay": "exactness.md",
 }  # fmt: skip
 
 
@@ -478,7 +455,7 @@ def commands() -> str:
     return table(("to", "command", "what it does"), lines)
 
 
-# evolution.md, worldmodel.md
+# evolution.md
 
 
 def _genesis(benchmark: str) -> list[Row]:
@@ -515,36 +492,24 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     **tables_doctor.TABLES,
     **tables_trainer.TABLES,
     **tables_verl.TABLES,
-    "guide.md": {
-        "formats": formats,
-        "scales": scales,
-        "lost": lost,
-    },
+    "guide.md": {"formats": formats, "scales": scales, "lost": lost, "tuned": tuned},
     "exactness.md": {"exact_cost": exact_cost, "gpu_exact": gpu_exact},
-    "adopt.md": {
-        "adopt_families": adopt_families,
-        "adopt_refused": adopt_refused,
-        "adopt_cost": adopt_cost,
-        "adopt_gpu": adopt_gpu,
-    },
-    "bench.md": {"bench_options": lambda: command_options("bench")},
-    "gap.md": {"gap_options": lambda: command_options("gap"), "figures": gap_figures, "measured": measured_gap},
-    "precision.md": {
+    "adopt.md": {"adopt_cost": adopt_cost, "adopt_gpu": adopt_gpu},
+    "gap.md": {"figures": gap_figures, "measured": measured_gap, "switches": switches},
+    "precision.md": {"gap_formats": gap_formats, "gap_experts": gap_experts},
+    "figures.md": {
         "native_bf16": native_bf16,
         "native_beside": native_beside,
         "native_limit": native_limit,
-        "gap_formats": gap_formats,
-        "gap_experts": gap_experts,
+        "adopt_families": adopt_families,
+        "adopt_refused": adopt_refused,
+        "causes": lambda: causes("cause"),
+        "alone": lambda: causes("alone"),
     },
-    "emulated.md": {"switches": switches},
     "findings.md": {"origins": origins},
-    "soak.md": {"soak": soak_sizes},
     "usage.md": {"commands": commands},
     "waltz.md": {"waltz": waltz},
-    "substitution.md": {"causes": lambda: causes("cause"), "alone": lambda: causes("alone")},
-    "tune.md": {"tuned": tuned},
-    "evolution.md": {"profiles": profiles},
-    "worldmodel.md": {"predicted": predicted},
+    "evolution.md": {"profiles": profiles, "predicted": predicted, "soak": soak_sizes},
 }
 
 

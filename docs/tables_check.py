@@ -21,8 +21,10 @@ def verl_check() -> str:
     version = VERSIONS[-1]
     rows = [[_verl_key(fact), _verl_default(fact, version), fact.what, fact.trap, f"verl/{fact.read_in}"]
             for fact in FACTS.values() if fact.kind in ("precision", "handed")]  # fmt: skip
-    ignored = [[_verl_key(row), _verl_default(row, version), "nothing",
-                f"ignored: {row.why}" + (f"; instead `{row.instead}`" if row.instead else ""), ""] for row in IGNORED]  # fmt: skip
+    ignored = []
+    for row in IGNORED:
+        instead = f"; instead `{row.instead}`" if row.instead else ""
+        ignored.append([_verl_key(row), _verl_default(row, version), "nothing", f"ignored: {row.why}{instead}", ""])
     return table(_HEADER, [*rows, *ignored])
 
 

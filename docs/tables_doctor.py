@@ -198,11 +198,11 @@ def doctor_jobs() -> str:
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "doctor.md": {
-        "doctor_signatures": doctor_signatures,
         "doctor_usual": doctor_usual,
         "doctor_summary": doctor_summary,
     },
     "doctor-figures.md": {
+        "doctor_signatures": doctor_signatures,
         "doctor_families": doctor_families,
         "doctor_held_out": doctor_held_out,
         "doctor_partial": doctor_partial,

@@ -1,4 +1,4 @@
-"""docs/core.md: small enough to read, and whole: what a program enters before its first update is on the page."""
+"""The core (docs/architecture.md): small, and whole: what a program enters before its first update is on the page."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ evaluation: null
 
 def named() -> tuple[list[str], list[str]]:
     """The files of the core, and the helpers."""
-    core, _, helpers = (ROOT / "docs" / "core.md").read_text().partition("## Helpers")
+    core, _, helpers = (
+        (ROOT / "docs" / "architecture.md").read_text().partition("## The core")[2].partition("### Helpers")
+    )
     found = re.findall(r"^\| \d+ \| `([\w/]+\.py)`", core, re.MULTILINE)
     return found, re.findall(r"`([\w/]+\.py)`", helpers)
 

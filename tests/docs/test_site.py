@@ -29,9 +29,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The whole site, built strictly: a dead link, a missing anchor or a page outside the navigation fails here."""
     folder = tmp_path_factory.mktemp("site")
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "true"}  # the theme's advertisement, which is no warning of ours
-    command = [sys.executable, "-W", "error", "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        str(folder),
+    ]  # --quiet would count no warning
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert done.returncode == 0, done.stderr
+    assert not re.search("WARNING|ERROR", done.stderr), done.stderr
     return folder
 
 
@@ -45,6 +56,18 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
     assert sheets
     for sheet in sheets:
         assert not re.search(r"(url\(|@import) *[\"']?(https?:)?//", sheet.read_text()), sheet.name
+
+
+def test_the_site_is_read_from_the_file_system_and_its_navigation_on_a_narrow_screen(site: Path) -> None:
+    page = (site / "keys" / "task.html").read_text()
+    assert 0 < page.index("../offline.js") < page.index("../assets/javascripts/bundle"), (
+        "the worker's stand-in is first"
+    )
+    assert (site / "search" / "search_index.js").read_text().startswith('var __index = {"config"')
+    assert "search_index.js" in next((site / "assets" / "javascripts").glob("bundle.*.js")).read_text()
+    sheets = "".join(path.read_text() for path in (site / "assets" / "stylesheets").glob("*.css"))
+    assert "(min-width:68em)" in sheets.replace(" ", "")
+    assert not re.search(r"width: ?76", sheets)
 
 
 def test_the_page_of_the_loop_has_the_whole_file(site: Path) -> None:
@@ -63,6 +86,26 @@ def test_the_public_api_names_every_export(site: Path) -> None:
 def test_tables_are_current(name: str) -> None:
     text = (DOCS / name).read_text()
     assert make_tables.filled(text, name) == text, "run: python docs/make_tables.py"
+
+
+MOST_PAGES, MOST_WORDS = 26, 27_000  # to read, the reference apart: the goals are 20 and 25,000
+
+
+def words(text: str) -> int:
+    """What is read of a page: without tables that scripts make, marks, and the targets of links."""
+    text = re.sub(r"<!-- ([\w-]+) -->.*?<!-- /\1 -->", "", text, flags=re.S)
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"<!--.*?-->", "", text, flags=re.S))
+    return sum(bool(re.search(r"\w", word)) for word in text.split())
+
+
+def test_what_is_to_be_read_stays_within_its_bounds() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0]
+    read, _, reference = navigation.partition("  - Reference:\n")
+    pages = re.findall(r": ([\w/-]+\.md)$", read, re.M)
+    assert len(re.findall(r": ([\w/-]+\.md)$", reference, re.M)) > 10, "the reference was found"
+    assert 15 < len(pages) <= MOST_PAGES
+    assert 10_000 < sum(words((DOCS / page).read_text()) for page in pages) <= MOST_WORDS
+    assert words("<!-- a -->\n| 1 |\n<!-- /a -->\nOf <!--=x-->2 MB<!--/-->: [a page](b.md) *") == 5
 
 
 def test_prometheus_names_are_distinct_and_those_of_the_page_s_function() -> None:

@@ -75,7 +75,7 @@ class GapConfig(Section):
     pairs: tuple[str, ...] = Field(
         (),
         description="Presets or TRAIN/ROLLOUT of two, with +exact for exact kernels (exact is bf16+exact), or +serving "
-        f"or +SWITCH for a rollout that emulates a serving engine (docs/emulated.md). By default {', '.join(PAIRS)}.",
+        f"or +SWITCH for a rollout that emulates a serving engine (docs/gap.md). By default {', '.join(PAIRS)}.",
     )
     prompts: Path | None = Field(None, description=f"A file, one prompt a line. By default {OWN_PROMPTS} of our own.")
     own: int = Field(OWN_PROMPTS, ge=1, le=OWN_PROMPTS)

@@ -22,7 +22,7 @@ What differs, each time because the old behaviour loses something:
 - ``use_ddp`` works on a CPU too. Ranks are those of the process group, and only rank 0 writes files.
 
 The world model that came with it is ``mantissa.genesis.worldmodel``'s, with its names and arguments:
-``docs/worldmodel.md``.
+``docs/evolution.md``.
 
 ``growth_interval="auto"`` is ``PrecisionTrainer(scale="auto")``: the scale follows the gradients' observed range. For
 retry on the same batch, weights of batches and the rest, use ``mantissa.PrecisionTrainer``.

@@ -53,7 +53,7 @@ _SAME_IN_FP32 = ("norm", "rope", "activation", "logits")  # roundings; the other
 
 
 class Emulation(Section):
-    """Which of a serving engine's habits the rollout's kernels take on; ``docs/emulated.md``.
+    """Which of a serving engine's habits the rollout's kernels take on; ``docs/gap.md``.
 
     ``serving`` stands for all but ``tensor_parallel``.
     """
