@@ -159,11 +159,13 @@ test-verl: $(VERL_VENV)/.installed
 	$(if $(filter 0.9.%,$(VERL)),$(VERL_TESTS) "verl and not variants")
 	OMP_NUM_THREADS=1 PYTHONPATH=src $(VERL_VENV)/bin/python -m pytest -m "ray and slow" tests/launch
 
-# What check says of verl and TRL, asked of the programs: prints what changed. OTHERS="0.8.0=FOLDER": unpacked wheels.
+# What check says of the programs, asked of verl and TRL themselves and read in the others' sources: prints what changed.
+# OTHERS="0.8.0=FOLDER": unpacked wheels; PROGRAMS="openrlhf=FOLDER skyrl=FOLDER": git repositories, of which HEAD is read.
 .PHONY: facts
 facts: $(VERL_VENV)/.installed $(TRL_VENV)/.installed
 	OMP_NUM_THREADS=1 $(VERL_VENV)/bin/python tests/support/verl_facts.py $(OTHERS)
 	$(TRL_VENV)/bin/python tests/support/trl_facts.py
+	PYTHONPATH=src:tests/support $(BIN)/python tests/support/program_facts.py $(PROGRAMS)
 
 test-verl-variants: $(VERL_VENV)/.installed
 	$(VERL_TESTS) "verl and variants"

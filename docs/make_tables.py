@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tables_check
 import tables_doctor
 import tables_trainer
 import tables_verl
@@ -434,8 +435,8 @@ def waltz() -> str:
 COMMAND_PAGES = {
     "recipes": "recipes.md", "train": "recipes.md", "lab": "lab.md", "bench": "guide.md", "gap": "gap.md",
     "doctor": "doctor.md", "metrics": "metrics.md", "precision": "guide.md", "tune": "guide.md", "guard": "rollback.md",
-    "fitness": "guide.md",
-    "launch": "cluster.md", "check": "integrations.md", "check-verl": "cluster.md", "serve": "vllm.md",
+    "fitness": "guide.md", "weights": "weights.md",
+    "launch": "cluster.md", "check": "check.md", "check-verl": "cluster.md", "serve": "vllm.md",
     "evolve": "evolution.md",
     "worldmodel": "evolution.md", "sample": "adopt.md", "demo": "start/laptop.md", "replay": "exactness.md",
 }  # fmt: skip
@@ -487,6 +488,7 @@ def profiles() -> str:
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    **tables_check.TABLES,
     **tables_doctor.TABLES,
     **tables_trainer.TABLES,
     **tables_verl.TABLES,

@@ -27,9 +27,9 @@ def doctor_signatures() -> str:
 
 def doctor_usual() -> str:
     """The healthy size of each format."""
-    from mantissa.doctor.facts import facts
+    from mantissa.mismatch.usual import USUAL
 
-    rows = [[name, f"{u.size:g}", f"{u.bound:g}", u.source] for name, u in facts().usual.items()]
+    rows = [[name, f"{u.size:g}", f"{u.bound:g}", u.source] for name, u in USUAL.items()]
     return table(["format", "size of u", "too large beyond", "source"], rows)
 
 

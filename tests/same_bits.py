@@ -56,7 +56,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from mantissa.runs.directory import RunDirectory
-from mantissa.runs.metrics import deterministic
+from mantissa.runs.directory import deterministic
 folder = Path(sys.argv[1])
 run = RunDirectory.open(folder)
 found = {f"metrics {i}": deterministic(row) for i, row in enumerate(run.read_metrics())}

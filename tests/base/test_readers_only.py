@@ -14,6 +14,7 @@ PARSING = {
     "json": {"json.load", "json.loads", "json.JSONDecoder", "JSONDecoder"},
     "yaml": {"yaml.load", "yaml.load_all", "yaml.safe_load", "yaml.safe_load_all", "yaml.full_load", "yaml.unsafe_load",
              "yaml.compose", "yaml.parse"},
+    "toml": {"tomllib.load", "tomllib.loads"},
     "pickle": {"pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "numpy.load", "np.load"},
     "csv": {"csv.reader", "csv.DictReader", "DictReader"},
     "npz": {"format.read_array", "np.fromfile", "numpy.fromfile"},

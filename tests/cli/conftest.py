@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from mantissa import cli
+from mantissa.base.environ import Heartbeat
 
 RECIPE: dict[str, Any] = {
     "name": "cli",
@@ -65,7 +66,7 @@ def mantissa(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
 
     def call(*argv: object) -> Result:
         monkeypatch.setattr(sys, "argv", ["mantissa", *map(str, argv)])
-        monkeypatch.setattr(cli, "_spoken", [])  # each call is a process of its own
+        monkeypatch.setattr(cli, "_heart", Heartbeat(lambda line: None))  # a slow machine says more than another
         monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))  # whatever runs beside the tests
         capfd.readouterr()
         with pytest.raises(SystemExit) as ended:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import yaml
 
 from mantissa import PrecisionTrainer, cli
+from mantissa.base.environ import Heartbeat
 from mantissa.base.files import decode, encode
 from mantissa.precision import PRESETS
 from mantissa.runs.metrics import METRICS
@@ -84,6 +86,12 @@ def test_precision_shows_every_preset_each_role_and_the_evidence(
     assert rows["learner"] == ["bf16", "bf16", "simulated"]
     assert rows["rollout"] == ["fp16", "fp16", "simulated"]
     assert rows["master"] == ["fp32", "fp32", "native"]
+    assert "keeps 1+u" not in text
+    whole, short = (mantissa("precision", "fp32", "--device", "cpu", *more).out for more in (["--explain"], []))
+    assert "probe of the learner's kernels: keeps 1+u" in whole
+    assert len(short.splitlines()) < 15
+    assert "fp32 operands, fp32 result" in " ".join(short.split())
+    assert "half operands" not in short
 
 
 def test_python_dash_m_and_the_end_of_a_pipe() -> None:
@@ -193,15 +201,20 @@ def test_train_takes_out_for_run_dir(mantissa: Callable, recipe: Callable, tmp_p
     assert "--out and --resume" in mantissa("train", "--resume", tmp_path / "here", "--out", tmp_path / "x").error()
 
 
-def test_progress_speaks_without_a_terminal_but_seldom(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from mantissa import cli
-
-    clock = [100.0]
-    monkeypatch.setattr(cli.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(cli, "_spoken", [])
-    for second in range(50):
-        clock[0] = 100.0 + second
-        cli.progress(f"step {second}")
-    assert capsys.readouterr().err == "step 21\nstep 42\n"
+def test_progress_speaks_without_a_terminal_though_nothing_comes_back_to_say_so() -> None:
+    said: list[str] = []
+    heart = Heartbeat(said.append, first=0.05, every=0.2)
+    heart.at("loading")
+    heart.at("sampling")  # at once: only what is at work is said
+    time.sleep(0.12)
+    assert said == ["sampling"]
+    time.sleep(0.2)
+    assert said == ["sampling", "sampling"]
+    heart.at("")
+    time.sleep(0.25)
+    assert len(said) == 2
+    heart.heard()
+    heart.at("scoring")
+    assert len(said) == 2
+    time.sleep(0.3)
+    assert said[2:] == ["scoring"]

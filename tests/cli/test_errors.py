@@ -20,8 +20,7 @@ import yaml
 
 from mantissa.base.files import JsonLines
 from mantissa.guard import GuardConfig, open_guard
-from mantissa.runs.directory import RunDirectory
-from mantissa.runs.metrics import deterministic
+from mantissa.runs.directory import RunDirectory, deterministic
 
 Mantissa = Callable[..., Any]
 Recipe = Callable[..., Path]
@@ -115,8 +114,9 @@ def test_a_folder_without_permission(recipe: Recipe, tmp_path: Path) -> None:
         drop = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all"]
     result = subprocess.run([*drop, *command], capture_output=True, text=True, check=False)
     assert result.returncode == 2, result.stderr
-    assert result.stderr.startswith(f"mantissa: error: cannot write {locked / 'run'}: Permission denied; ")
-    assert result.stderr.count("\n") == 1
+    *at_work, last = result.stderr.splitlines()
+    assert last.startswith(f"mantissa: error: cannot write {locked / 'run'}: Permission denied; ")
+    assert {*at_work} <= {"loading the model and proving its kernels"}
 
 
 def test_damaged_checkpoints_name_the_way_out(mantissa: Mantissa, finished: Path, tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from mantissa.model import load_model
-from mantissa.runs.directory import RunDirectory
-from mantissa.runs.metrics import deterministic
+from mantissa.runs.directory import RunDirectory, deterministic
 from small_run import contents
 
 Mantissa = Callable[..., Any]

@@ -178,7 +178,7 @@ def test_a_run_of_reinforcement_learning(mantissa: Mantissa, finished: Path, tmp
     rows = JsonLines(finished / "metrics.jsonl").read()
     share = sum(row["precision/overflows"] > 0 for row in rows) / 2
     assert table["overflow"] == f"{share:.1%} of steps at step 2"
-    assert table["gate gap/kl"] == "outside on 0% at step 2"
+    assert table["gate gap/k3_kl"] == "outside on 0% at step 2"
     assert "gate correction/ess" in table
     compared = mantissa("guard", finished, "min_steps=2", "--reference", finished)
     assert rules(compared.out)["speed"] == "1.00 x at step 2"

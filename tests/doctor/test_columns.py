@@ -132,7 +132,7 @@ def test_obvious_columns_are_taken_and_said(kind: str, tmp_path: Path) -> None:
     dump = dump_of(write(tmp_path))
     same(dump, prompt, narrow)
     assert dump.framework == "plain"
-    assert any("rollout = vllm_logprobs" in note and "learner = old_log" in note for note in dump.notes)
+    assert any("rollout = vllm_logprobs" in note and "learner = old_log" in note for note in dump.mapped)
     groups = [each.group for each in dump.sequences]
     assert len(set(groups)) == 4
     assert all(groups.count(group) == 3 for group in groups)
@@ -145,7 +145,7 @@ def test_verls_batch_as_tensors_and_as_arrays(tmp_path: Path) -> None:
     for name in ("x.pt", "x.npz"):
         dump = dump_of(tmp_path / name)
         same(dump)
-        assert "rollout = rollout_log_probs" in dump.notes[0]
+        assert "rollout = rollout_log_probs" in dump.mapped[0]
     with_tool = batch | {"response_mask": batch["response_mask"].copy()}
     with_tool["response_mask"][:, 2] = 0
     np.savez(tmp_path / "tool.npz", **with_tool)
@@ -177,7 +177,7 @@ def test_an_engine_s_objects_are_the_rollout_s(tmp_path: Path) -> None:
         row["logprobs"] = {"content": [{"token": "x", "logprob": x} for x in each.rollout_logp]}
     dump = dump_of(jsonl(tmp_path / "x.jsonl", made))
     same(dump)
-    assert "rollout = logprobs" in dump.notes[0]
+    assert "rollout = logprobs" in dump.mapped[0]
 
 
 def test_other_names_are_mapped(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_without_ids_no_token_is_another(tmp_path: Path) -> None:
     dump = dump_of(jsonl(tmp_path / "x.jsonl", rows(learner="old_logprobs", rollout="vllm_logprobs")))
     every = np.concatenate([each.tokens for each in dump.sequences])
     assert len(set(every.tolist())) == len(every)
-    assert "no token ids" in dump.notes[0]
+    assert "no token ids" in dump.mapped[0]
 
 
 REFUSED: dict[str, tuple[Callable[[Path], Path], str, str]] = {

@@ -132,7 +132,7 @@ def test_the_first_healthy_look_is_the_jobs_own_measure() -> None:
     again = gate.check(2, *batch(size=0.0035), **formats)  # twice its own: a training moves that much
     assert again is not None
     assert again.verdict is Verdict.HEALTHY
-    assert "is usual for this job in fp16" in again.headline
+    assert "is of the usual size in this job, fp16: k3 " in again.headline
     assert not gate.stop
     found = gate.check(3, *batch(size=0.03), **formats)
     assert found is not None

@@ -104,7 +104,7 @@ def test_a_fault_in_a_reader_is_one_error(fault: str, tmp_path: Path) -> None:
 
 
 HEADER = {
-    "framework": "plain", "run": False, "notes": [], "counts": [1, 1, 3, 3, 1, 1, 2, 1, 1, 1, 0, 0, 0],
+    "framework": "plain", "run": False, "notes": [], "mapped": [], "counts": [1, 1, 3, 3, 1, 1, 2, 1, 1, 1, 0, 0, 0],
     "settings": {"renormalised": False} | dict.fromkeys(
         ("temperature", "top_k", "top_p", "logprobs_mode", "rollout_format", "learner_format", "experts",
          "healthy_size")

@@ -17,7 +17,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.doctor.diagnosis import Basis, Diagnosis, Open, Verdict
 from mantissa.doctor.dump import Scored, Settings
 from mantissa.doctor.examine import examine
-from mantissa.doctor.facts import usual
+from mantissa.doctor.facts import usual_of
 from mantissa.doctor.readers import read_dump
 from mantissa.doctor.routers import routes
 from mantissa.doctor.words import first_line
@@ -72,7 +72,7 @@ def test_more_tokens_may_fly_where_the_others_are_noisier() -> None:
 
 def test_below_temperature_1_more_is_usual() -> None:
     formats = {"rollout_format": "bf16", "learner_format": "bf16"}
-    one, half, two = (usual(Settings(temperature=t, **formats)) for t in (None, 0.5, 2.0))
+    one, half, two = (usual_of(Settings(temperature=t, **formats)) for t in (None, 0.5, 2.0))
     assert (half.size, half.bound) == (2 * one.size, 2 * one.bound)
     assert two == one
 

@@ -107,6 +107,14 @@ def yaml_document(random: Random, path: Path) -> None:
     path.write_bytes(damaged(random, made.encode("utf-8", "surrogatepass")))
 
 
+def toml_document(random: Random, path: Path) -> None:
+    count, kind = random.choice([3, 20, 300, 9_000]), random.randrange(6)
+    made = ("a = " + "[" * count, "a." * count + "b = 1", "[a" + ".a" * count + "]", "a = " + "9" * count,
+            "".join(f"[[a{n % 7}]]\nx = {{y.z = {n}}}\n" for n in range(min(count, 3_000))),
+            f"x = {random.choice(['nan', '1979-05-27T07:32:00Z', '1e999', '[1, [{a.b = 3}]]'])}\n")[kind]  # fmt: skip
+    path.write_bytes(damaged(random, made.encode()))
+
+
 def pickled(random: Random) -> bytes:
     """A pickle of plain values, arrays or operations that few bytes ask much with."""
     op = pickle
@@ -302,6 +310,7 @@ def tokenizer_folder(random: Random, path: Path) -> None:
 
 GENERATORS: dict[str, Generator] = {
     "json": json_document, "json rows": json_lines, "yaml": yaml_document, "pickles": pickle_file, "zips": zip_file,
+    "pickles of objects": pickle_file, "toml": toml_document,
     "torch files": pickle_file, "safetensors": safetensors_file, "parquet": parquet_file, "sqlite": sqlite_file,
     "tokenizers": tokenizer_folder, "csv": csv_table, "events": event_file, "npz": npz_file,
 }  # fmt: skip

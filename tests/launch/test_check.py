@@ -345,7 +345,8 @@ def test_a_script_with_next_to_nothing_in_it(text: str, tmp_path: Path) -> None:
 
 
 FREE = "+actor_rollout_ref.actor.fsdp_config.mixed_precision"
-OURS = ("actor_rollout_ref.actor.strategy=mantissa", "actor_rollout_ref.rollout.name=mantissa")
+OURS = ("actor_rollout_ref.actor.strategy=mantissa", "actor_rollout_ref.rollout.name=mantissa",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1")  # fmt: skip
 OUR_FSDP2 = ("actor_rollout_ref.actor.strategy=mantissa_fsdp2", f"{FREE}.param_dtype=fp16")
 
 
@@ -440,3 +441,21 @@ def test_an_entry_point_that_is_not_known_is_judged_in_what_is_common(tmp_path: 
     report = check_verl([str(path)])
     assert [s.verdict for s in report.settings] == ["ignored"]
     assert [s.given.key for s in report.refused] == ["actor_rollout_ref.own"]
+
+
+FORK = """python3 -m verl.trainer.main_ppo retriever.topk=3 data.max_start_length=2048 algorithm.no_think_rl=false \\
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n_agent=5 actor_rollout_ref.rollout.dtype=float16"""
+
+
+def test_a_fork_is_told_by_keys_that_verl_never_had(tmp_path: Path) -> None:
+    """Of it no format is stated, and nothing is said to be refused: its own tree decides."""
+    (tmp_path / "run.sh").write_text(FORK)
+    report = check_verl([str(tmp_path / "run.sh")])
+    assert (report.fork, report.state, report.casts) == (True, "unknown", ())
+    assert "retriever.topk" in report.foreign
+    assert {role.active for role in report.roles} == {"not known (retriever.topk)"}
+    assert "a fork of verl's" in report.text
+    assert "will not start" not in report.text
+    for misspelt in ("actor_rollout_ref.actor.optim.lrr=1", "actor_rollout_ref.actor.optimm.lr=1", "trainer.nnodess=1"):
+        report = check_verl([misspelt])
+        assert (report.fork, report.state) == (False, "wrong"), misspelt

@@ -12,9 +12,9 @@ import pytest
 from hostile import attempt
 from mantissa.base.errors import MantissaError
 from mantissa.launch.check import check_verl
-from mantissa.launch.facts import Rule, frameworks
+from mantissa.launch.facts import Rule, frameworks, programs
 from mantissa.launch.scripts import Given, is_verl, read_given
-from mantissa.launch.settings import Checked, check_settings, read_settings, whose
+from mantissa.launch.settings import Checked, check_settings, read_settings, same, whose
 
 RULES = [(name, rule) for name, framework in frameworks().items() for rule in framework.rules]
 
@@ -64,8 +64,25 @@ def test_the_table_is_whole() -> None:
             assert ":" in rule.read
         for part in framework.roles:
             assert part.cases[-1].when == {}
+        assert all(":" in fact.read for fact in framework.keys.values())
         sets = framework.known_by.keys
         assert all(whose(Given(dict.fromkeys(keys, "1")), None) == name for keys in sets)
+
+
+def test_the_table_s_defaults_are_the_programs() -> None:
+    """Each default that a program's sources give is the table's (``make facts`` reads them)."""
+    differing = {}
+    for name, framework in frameworks().items():
+        known = programs()[name].keys
+        shared = [key for key in framework.keys if key in known]
+        assert len(shared) >= 4, name
+        for key in shared:
+            ours, theirs = framework.keys[key].default, known[key][1]
+            if ours.startswith("${") and (theirs == "null" or theirs.startswith("${")):
+                continue  # filled in by the program's code
+            ours = framework.keys[ours[2:-1]].default if ours.startswith("${") else ours
+            differing |= {} if same(ours, theirs) else {(name, key): (ours, theirs)}
+    assert differing == {}
 
 
 TRL = """
@@ -275,3 +292,129 @@ def test_verls_defaults_of_positions_and_its_reference(tmp_path: Path) -> None:
                       "actor_rollout_ref.ref.megatron.use_mbridge=True\n")  # fmt: skip
     report = check_verl([str(script)])
     assert not report.wrong
+
+
+def roles(found: Checked) -> dict[str, str]:
+    return {role.name: role.active for role in found.roles}
+
+
+AREAL_FP8 = """
+gconfig: {n_samples: 4}
+actor: {backend: "megatron:d4", use_decoupled_loss: true, rejection_sampling: {upper: 5.0},
+        megatron: {fp8_config: {mode: hybrid, recipe: blockwise, param: true}}}
+"""
+SHAPES = {
+    "areal.yaml": (AREAL_FP8, "areal", {"its products": "fp8 (hybrid, blockwise)"}),
+    "skyrl.sh": ("python -m skyrl.train.entrypoints.main_base "
+                 "generator.inference_engine.engine_init_kwargs.quantization=fp8", "skyrl",
+                 {"rollout": "fp8 on bfloat16; log-probs: raw_logprobs"}),
+    "nemo.yaml": ("{grpo: {a: 1}, policy: {megatron_cfg: {enabled: true, fp8_cfg: {enabled: true}}}}", "nemo-rl",
+                  {"its products": "fp8 (e4m3, blockwise)"}),
+    "backend.yaml": ("{grpo: {a: 1}, policy: {generation: {backend: megatron}}}", "nemo-rl",
+                     {"rollout": "not known (policy.generation.backend=megatron)"}),
+    "swift.sh": ("swift rlhf --rlhf_type grpo --use_vllm true --torch_dtype float32 --tuner_type full", "ms-swift",
+                 {"learner": "fp16 under autocast, with a loss scaler (torch_dtype is float32)", "masters": "float32",
+                  "correction": "none"}),
+    "megatron.sh": ("megatron rlhf --rlhf_type grpo --torch_dtype bfloat16 --fp8_format e4m3", "ms-swift-megatron",
+                    {"learner": "bf16, Megatron", "its products": "fp8 (e4m3, delayed)"}),
+    "slime.sh": ("python3 train.py --actor-num-gpus-per-node 8 --hf-checkpoint X --use-tis --fp8-format e4m3", "slime",
+                 {"learner": "bf16, Megatron; masters are fp32", "its products": "fp8 (e4m3, delayed)",
+                  "correction": "by token, 0 to 2.0"}),
+    "miles.sh": ("python3 train.py --hf-checkpoint X --train-backend fsdp --fp16", "miles",
+                 {"learner": "fp16, FSDP; gradients are reduced in fp32", "rollout": "SGLang in float16"}),
+    "prime.toml": ("[orchestrator]\nbatch_size = 8\n[trainer.model.quantization]\ntype = 'mxfp8'\n", "prime-rl",
+                   {"learner": "bf16, FSDP", "its products": "mxfp8", "masters": "float32"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_format_is_said_where_its_key_is_known(name: str, tmp_path: Path) -> None:
+    text, framework, wanted = SHAPES[name]
+    (tmp_path / name).write_text(text)
+    found = checked(tmp_path / name)
+    assert (found.name, found.unknown) == (framework, ())
+    assert {role: roles(found)[role] for role in wanted} == wanted
+
+
+@pytest.mark.parametrize(("name", "key", "role"), [
+    ("swift.sh", "--fp4_mode on", "learner"), ("slime.sh", "--sglang-fp8-gemm-backend x", "rollout"),
+    ("prime.toml", "inference.vllm.new_dtype = 'x'", "rollout"),
+    ("skyrl.sh", "trainer.policy.amp_dtype=fp16", "learner"),
+])  # fmt: skip
+def test_a_format_is_not_said_where_a_key_about_it_is_not_known(name: str, key: str, role: str, tmp_path: Path) -> None:
+    text = SHAPES[name][0]
+    (tmp_path / name).write_text(f"{key}\n{text}" if name.endswith("toml") else f"{text} {key}")
+    found = checked(tmp_path / name)
+    assert roles(found)[role].startswith("not known (")
+    assert found.state in ("unknown", "wrong")
+    assert "itself defines" in found.text
+
+
+def test_a_key_at_its_program_s_default_is_nothing_to_ask_about(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(AREAL_FP8 + "critic: {dtype: bfloat16}\n")
+    assert (checked(tmp_path / "a.yaml").unknown, checked(tmp_path / "a.yaml").state) == ((), "good")
+    (tmp_path / "a.yaml").write_text(AREAL_FP8 + "critic: {dtype: float16}\n")
+    found = checked(tmp_path / "a.yaml")
+    assert (found.unknown, found.state) == (("critic.dtype",), "unknown")
+    assert "areal has it: str, by default bfloat16" in found.text
+
+
+def test_a_script_in_a_folder_that_a_variable_names(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "m.sh").write_text("MODEL_ARGS=(\n  --moe-router-dtype fp32\n)\n")
+    script = tmp_path / "run.sh"
+    script.write_text('HERE="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"\nsource "${HERE}/models/m.sh"\n'
+                      "python3 train.py --hf-checkpoint X --prompt-data Y ${MODEL_ARGS[@]}\n")  # fmt: skip
+    found = read_settings([str(script)])
+    assert (found.partial, found.settings["moe-router-dtype"]) == (False, "fp32")
+    script.write_text(script.read_text().replace("/models/", "/../models/"))
+    assert read_settings([str(script)]).partial
+
+
+@pytest.mark.parametrize("text", [
+    "a = " + "[" * 5_000, "a." * 5_000 + "b = 1", "x = [" + "1," * 30_000 + "]", "[a\n", "a = 1\na = 2",
+    "[orchestrator" + ".a" * 60 + "]\nx = 1\n", "a = " + "9" * 5_000,
+])  # fmt: skip
+def test_hostile_toml(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text(text)
+    error = attempt(checked, tmp_path / "x.toml")
+    assert (error is None) == text.startswith("[orchestrator")
+
+
+LOADED = """
+import torch
+from trl import GRPOConfig, GRPOTrainer
+DTYPE = torch.bfloat16
+{load}
+trainer = GRPOTrainer({given}, args=GRPOConfig({config}), train_dataset=data)
+"""
+LOADS = [
+    ("model = AutoModelForCausalLM.from_pretrained('x', dtype=torch.bfloat16)", "model=model", "bf16=True", "bfloat16",
+     {"from_pretrained.dtype": "harmful"}),
+    ("model = M.from_pretrained('x', torch_dtype=DTYPE)", "model", "model_init_kwargs={'dtype': 'float16'}", "bfloat16",
+     {"from_pretrained.dtype": "harmful", "model_init_kwargs.dtype": "ignored"}),
+    ("", "model=M.from_pretrained('x', dtype='float16')", "fp16=True", "float16",
+     {"from_pretrained.dtype": "refused", "fp16": "refused"}),
+    ("model = M.from_pretrained('x', dtype=torch.float32)", "model=model", "fp16=True", "float32", {}),
+    ("model = M.from_pretrained('x')", "model=model", "", "the checkpoint's format", {}),
+    ("model = M.from_pretrained('x', **more)", "model=model", "", "not known", {}),
+    ("model = M.from_pretrained('x', dtype=DTYPE)\nmodel = get_peft_model(model, c)", "model=model", "",
+     "of adapters, fp32; the other weights are bfloat16", {}),
+    ("model, tokenizer = M.from_pretrained('x', dtype=None)", "model=model, peft_config=c", "",
+     "of adapters, fp32; the other weights are not known", {}),
+    ("model = load_model(cfg)", "model=model", "", "not known", {}),
+    ("model = 'Qwen/Qwen3-0.6B'", "model=model", "", "float32", {}),
+    ("", "model=args.model_name_or_path, peft_config=None", "", "float32", {}),
+    ("model = model\nmodel = get_peft_model(model)", "model=model", "",
+     "of adapters, fp32; the other weights are not known", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("load", "given", "config", "masters", "wrong"), LOADS, ids=range(len(LOADS)))
+def test_a_model_that_the_script_loads(
+    load: str, given: str, config: str, masters: str, wrong: dict[str, str], tmp_path: Path
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(LOADED.format(load=load, given=given, config="'out', disable_dropout=True, " + config))
+    found = checked(path)
+    assert (roles(found)["masters"], verdicts(found)) == (masters, wrong)

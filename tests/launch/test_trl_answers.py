@@ -35,9 +35,8 @@ def test_the_table_s_defaults_are_trl_s() -> None:
     table = frameworks()["trl"]
     assert table.version == STORED["trl"]
     known = {key: fact.default for key, fact in table.keys.items() if key in STORED["fields"] and fact.read != ""}
-    ours = {key: value for key, value in known.items() if key != "vllm_gpu_memory_utilization"}
-    assert len(ours) > 15
-    assert ours == {key: plain(STORED["fields"][key][0]) for key in ours}
+    assert len(known) > 15
+    assert known == {key: plain(STORED["fields"][key][0]) for key in known}
     assert STORED["model"]["dtype"][0] == "float32"
 
 

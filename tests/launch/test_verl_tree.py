@@ -53,9 +53,18 @@ def test_the_table_s_keys_are_refused_where_hydra_refuses_them(engine: Engine, m
 
 @pytest.mark.parametrize(("version", "group"), [(v, g) for v in TREES for g in groups(v)])
 def test_references_to_null_are_those_that_hydra_resolves_to_null(version: str, group: str) -> None:
-    tree = Tree(version, group)
+    tree = Tree(defaults(version, group))
     referring = [key for key, value in defaults(version, group).items() if isinstance(value, str) and "${" in value]
     assert {key for key in referring if tree.is_null(key)} == set(TREES[version]["nulls"][group])
+
+
+def test_the_table_s_keys_that_the_tree_has_not_stand_in_free_sections() -> None:
+    """A key that is written wrong would be new in a section whose keys verl has."""
+    sections = {fact.key.rpartition(".")[0] for fact in FACTS.values() if fact.new and fact.kind != "handed"}
+    assert {section.rpartition(".")[2] for section in sections} == {
+        "mixed_precision", "trainer", "sampler_kwargs", "override_transformer_config",
+        "override_config", "override_optimizer_config", "reward_kwargs", "overlong_buffer_cfg",
+        "rollout_correction"}  # fmt: skip
 
 
 @pytest.mark.parametrize(

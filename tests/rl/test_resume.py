@@ -6,6 +6,7 @@ middle of writing a checkpoint, of the rollouts, of the policy), and at random o
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import shutil
@@ -20,6 +21,8 @@ import pytest
 import yaml
 
 from killable import Server
+from mantissa.base.errors import MantissaError
+from mantissa.base.functions import source_digest
 from mantissa.kernels import cpu
 from mantissa.rl import resume, start
 from mantissa.runs.directory import RunDirectory
@@ -272,3 +275,66 @@ def test_a_resume_keeps_the_bf16_that_the_run_began_with(tmp_path: Path, monkeyp
         assert "products" not in environment["resumed"][-1]["changed"]
         kernels = {row["role"]: row["kernels"] for row in environment["precision"]}
         assert kernels["learner"] == ("native" if own else "simulated")
+
+
+def _cut(path: Path, lines: int) -> None:
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:lines]))
+
+
+@pytest.mark.parametrize(
+    ("harm", "refused"),
+    [
+        (lambda run: (run / "metrics.jsonl").unlink(), "no row of step 1; restore the file, or start the run again"),
+        (lambda run: _cut(run / "metrics.jsonl", 0), "no row of step 1"),
+        (lambda run: (run / "metrics.jsonl").write_text(
+            (run / "metrics.jsonl").read_text().replace('"reward/mean": ', '"reward/mean": 1')), "found other rows"),
+        (lambda run: shutil.rmtree(run / "rollouts"), None),
+        (lambda run: (run / "warm_start.jsonl").unlink(), None),
+        (lambda run: (run / "checkpoints" / "step-2").mkdir(), ""),
+    ],
+)  # fmt: skip
+def test_a_resume_says_what_of_the_past_is_gone(
+    harm: Callable[[Path], object], refused: str | None, finished: Callable[..., RunDirectory], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Metrics are gone by: refused. Of the rest it is said, and the policy is the same; an empty folder is nothing."""
+    whole = finished(*QUICK, "checkpoint.every=1", "evaluation=null")
+    half = stopped(whole.path, 1, tmp_path / "half")
+    harm(half)
+    if refused:
+        with pytest.raises(MantissaError, match=refused):
+            resume(half)
+        return
+    resume(half)
+    assert ("warning: " in capsys.readouterr().out) == (refused is None)
+    assert rows_of(half) == rows_of(whole.path)
+    assert (half / "policy/model.safetensors").read_bytes() == (whole.path / "policy/model.safetensors").read_bytes()
+
+
+def test_a_resume_with_another_loss_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = tmp_path / "of_their_own.py"
+    code.write_text(
+        "def loss(logp, old, advantage, weight, mask):\n    return -weight * (logp - old).exp() * advantage\n"
+    )
+    quick = (*QUICK, "warm_start=null", "evaluation=null", "checkpoint.every=1", "trackers=[]")
+    start(configure(*quick, "algorithm.loss=of_their_own:loss", f"run_dir={tmp_path / 'run'}"))
+    for text, changed in (("", set()), ("# otherwise\n", {"code"})):
+        half = stopped(tmp_path / "run", 1, tmp_path / f"half{len(text)}")
+        code.write_text(code.read_text() + text)
+        resume(half)
+        found = RunDirectory.open(half).environment["resumed"][-1]["changed"]
+        assert found.keys() == changed
+    then, now = found["code"]
+    assert then.keys() == now.keys() == {"of_their_own:loss"}
+    assert then != now
+
+
+def test_code_is_found_without_being_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "package_of_theirs").mkdir()
+    for name in ("package_of_theirs/__init__.py", "package_of_theirs/inner.py"):
+        (tmp_path / name).write_text("raise ValueError")
+    outer, inner = (source_digest(f"package_of_theirs{name}:f") for name in ("", ".inner"))
+    assert outer == inner == hashlib.sha256(b"raise ValueError").hexdigest()
+    assert [source_digest(name) for name in ("package_of_theirs.none:f", "no_such_module.inner:f")] == [None, None]

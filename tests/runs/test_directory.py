@@ -176,10 +176,23 @@ def test_checkpoints_count_only_when_whole(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "run", CONFIG, {}) as run:
         for step in (20, 3):
             run.checkpoint_path(step).mkdir()
+            (run.checkpoint_path(step) / "state.json").touch()
+        run.checkpoint_path(25).mkdir()
         temporary_beside(run.checkpoint_path(30)).mkdir()
         assert run.checkpoint_steps() == [3, 20]
     with RunDirectory.open(run.path, write=True):
-        assert sorted(p.name for p in (run.path / "checkpoints").iterdir()) == ["step-20", "step-3"], "leftover swept"
+        assert sorted(p.name for p in (run.path / "checkpoints").iterdir()) == ["step-20", "step-25", "step-3"], (
+            "leftover swept"
+        )
+
+
+def test_what_a_run_of_before_did_not_record_yet_has_not_changed(tmp_path: Path) -> None:
+    """``verdicts`` follows from the recipe: a record without it says nothing, and one with it is compared."""
+    with RunDirectory.create(tmp_path / "old", {}, {"threads": 2}) as run:
+        assert run.record_resume(4, {"threads": 2, "verdicts": False}) == {}
+        assert run.record_resume(8, {"threads": 4, "verdicts": True}) == {"threads": [2, 4]}
+    with RunDirectory.create(tmp_path / "new", {}, {"verdicts": True}) as run:
+        assert run.record_resume(4, {"verdicts": False}) == {"verdicts": [True, False]}
 
 
 def test_resume_records_what_changed(tmp_path: Path) -> None:

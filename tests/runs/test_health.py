@@ -5,7 +5,11 @@ from typing import Any
 
 import pytest
 
+from mantissa.mismatch.tables import K3
+from mantissa.mismatch.usual import usual
 from mantissa.runs.health import check, judge, share_sentence, share_text
+
+BF16 = usual(("bf16",))
 
 
 def rows(name: str, values: list[float]) -> list[dict]:
@@ -13,11 +17,11 @@ def rows(name: str, values: list[float]) -> list[dict]:
 
 
 def test_a_good_run_has_no_excursion_and_a_brief_one_is_to_watch() -> None:
-    good = [{"step": 1, "gap/kl": 0.0, "policy/loss": -3.0, "precision/skipped": 0, "note": "text", "time/eval": None}]
-    assert check(good) == []
+    good = [{"step": 1, K3: 0.0, "policy/loss": -3.0, "precision/skipped": 0, "note": "text", "time/eval": None}]
+    assert check(good, BF16) == []
     assert judge([], [], {}).kind == "healthy"
-    (found,) = check(rows("gap/kl", [0.0] * 10 + [0.5, -0.7] + [0.0] * 10))
-    assert (found.worst, found.worst_step, found.first_step, found.steps_out, found.steps) == (-0.7, 12, 11, 2, 22)
+    (found,) = check(rows(K3, [0.0] * 10 + [0.5, 0.7] + [0.0] * 10), BF16)
+    assert (found.worst, found.worst_step, found.first_step, found.steps_out, found.steps) == (0.7, 12, 11, 2, 22)
     assert (found.last, found.serious, judge([], [found], {}).kind) == (0.0, False, "watch")
 
 
@@ -30,7 +34,7 @@ def test_a_good_run_has_no_excursion_and_a_brief_one_is_to_watch() -> None:
     ],
 )
 def test_serious_excursions(values: list[float]) -> None:
-    (found,) = check(rows("gap/kl", values))
+    (found,) = check(rows(K3, values), BF16)
     assert found.serious
     assert judge([], [found], {}).kind == "unhealthy"
 
@@ -38,7 +42,7 @@ def test_serious_excursions(values: list[float]) -> None:
 def test_what_is_not_finite_is_worst_and_serious_comes_first() -> None:
     data = [{"step": i, "correction/ess": 0.1 if i == 1 else 0.9, "policy/loss": 1.0} for i in range(1, 24)]
     data[1]["policy/loss"] = math.inf
-    first, second = check(data)
+    first, second = check(data, BF16)
     assert (first.metric.name, first.worst, first.worst_step) == ("policy/loss", math.inf, 2)
     assert (second.metric.name, second.serious) == ("correction/ess", False)
 

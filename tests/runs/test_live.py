@@ -59,7 +59,7 @@ def test_a_pipe_gets_one_plain_line_a_step() -> None:
         "step 8/60  reward 0.250  accuracy 0.500  eval 0.750  gap k3 1.0e-06  |dlogp| 0  scale 2^16  overflow 2  "
         "retry 1  skipped 0  length 14.9  tok/s 15.3k  s/step 2.50  left 1 min 44 s",
     ]
-    with Live(60, verdicts=False, console=(console := pipe())) as live:
+    with Live(60, still={"reward/accuracy", "eval/greedy_accuracy"}, console=(console := pipe())) as live:
         live.step(ROW | {"eval/greedy_accuracy": 0.75})
     assert written(console).startswith("step 7/60  reward 0.250  gap k3 1.0e-06")
     live = Live(2, console=pipe())
@@ -69,17 +69,17 @@ def test_a_pipe_gets_one_plain_line_a_step() -> None:
 
 
 def test_what_is_at_work_is_said_in_the_bar_and_on_a_pipe_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr("mantissa.runs.live.time.monotonic", lambda: now[0])
-    console = pipe()
-    live = Live(3, console=console)
-    live.doing("sampling", 1)
-    now[0] += 20
-    live.doing("warm start 7 of at most 9")
-    live.doing("scoring", 1)  # something was said just now
-    now[0] += 20
-    live.doing("learning", 1)
-    assert written(console).splitlines() == ["warm start 7 of at most 9", "step 1/3  learning"]
+    """``Heartbeat`` is tested with the command's progress; here what it is told."""
+    told: list[str] = []
+    monkeypatch.setattr("mantissa.runs.live.Heartbeat.at", lambda heart, line: told.append(line))
+    monkeypatch.setattr("mantissa.runs.live.Heartbeat.heard", lambda heart: told.append("heard"))
+    with Live(3, console=(console := pipe())) as live:
+        live.doing("warm start 7 of at most 9")
+        live.doing("sampling", 1)
+        live.step(ROW | {"step": 1})
+    assert told == ["warm start 7 of at most 9", "step 1/3  sampling", "heard", ""]
+    assert written(console).startswith("step 1/3  reward")
+    told.clear()
     screen = terminal()
     with Live(3, console=screen) as live:
         assert live._progress is not None

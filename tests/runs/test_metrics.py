@@ -11,13 +11,13 @@ import torch
 
 from mantissa.mismatch.metrics import gap_metrics
 from mantissa.mismatch.tables import ALL_METRICS
+from mantissa.runs.directory import deterministic
 from mantissa.runs.metrics import (
     BY_NAME,
     LOOP_METRICS,
     METRICS,
     PHASES,
     TRAINER_METRICS,
-    deterministic,
     ends,
     fit_line,
     phase_times,

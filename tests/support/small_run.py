@@ -11,8 +11,7 @@ import yaml
 
 from mantissa.rl import RunConfig, make_config
 from mantissa.rl.config.run import apply_overrides
-from mantissa.runs.directory import RunDirectory
-from mantissa.runs.metrics import deterministic
+from mantissa.runs.directory import RunDirectory, deterministic
 
 SMALL: dict[str, Any] = yaml.safe_load("""
 name: small

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ANSWERS = Path(__file__).parents[1] / "data" / "trl_answers.json"
+ARGUMENTS = ANSWERS.with_name("trl_training_args.bin")
 CASES: list[dict[str, Any]] = [{}, {"fp16": True}, {"bf16": True}, {"fp16": True, "bf16": True}, {"bf16": False},
                                {"fp16": True, "bf16": False}, {"fp16": False}]  # fmt: skip
 
@@ -35,5 +36,15 @@ def _resolved(config: Any, case: dict[str, Any]) -> Any:
     return {"bf16": made.bf16, "fp16": made.fp16}
 
 
+def save_arguments() -> None:
+    """``training_args.bin``, as Trainer writes it beside a checkpoint."""
+    import torch
+    import trl
+
+    torch.save(trl.GRPOConfig(output_dir="out", use_cpu=True, report_to=[], fp16=True, use_vllm=True, temperature=0.9,
+                              vllm_importance_sampling_mode="token_mask", disable_dropout=True), ARGUMENTS)  # fmt: skip
+
+
 if __name__ == "__main__":
+    save_arguments()
     ANSWERS.write_text(json.dumps(answers(), indent=1) + "\n", encoding="utf-8")

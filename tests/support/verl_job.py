@@ -87,7 +87,7 @@ def run_job(
     defaults = _defaults(folder, steps, ranks, rollout)
     defaults += _ray_of_its_own(short, ranks) if address is None else _on_two_nodes(address, ranks, rows)
     if f"{ACTOR}.strategy=mantissa" in overrides:  # whose keys there are its own
-        defaults = [each for each in defaults if ".mixed_precision." not in each]
+        defaults = [each for each in defaults if ".mixed_precision." not in each and "rollout.dtype" not in each]
     command = [sys.executable, "-m", trainer, *defaults]
     command += [f"{MODEL}.external_lib={external_lib}", *overrides]
     begun = time.monotonic()

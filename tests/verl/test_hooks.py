@@ -140,6 +140,25 @@ def test_a_wrong_key_ends_each_trainer_before_its_workers(old: Any, tmp_path: Pa
 
 
 @pytest.mark.verl
+def test_what_the_plugin_does_not_do_ends_each_trainer_before_its_workers(old: Any, tmp_path: Path) -> None:
+    """verl's validation, which comes before Ray; and trainers of programs that do without it."""
+    from verl.experimental.one_step_off_policy.ray_trainer import OneStepOffRayTrainer
+    from verl.trainer.main_ppo import validate_config
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    model = {"actor_rollout_ref": {"model": {"lora_rank": 8}, "actor": {"strategy": "mantissa"}}}
+    line = r"actor\.strategy=mantissa: actor_rollout_ref\.model\.lora_rank=8: expected 0: LoRA is not supported"
+    for begun in (
+        lambda: validate_config(configured(old, tmp_path, "stop", **model).config, False, False),
+        configured(old, tmp_path, "stop", **model).init_workers,
+        configured(OneStepOffRayTrainer, tmp_path, "stop", **model).init_workers,
+        lambda: PPOTrainer.init(configured(old, tmp_path, "stop", **model)),
+    ):
+        with pytest.raises(MantissaError, match=line):
+            begun()
+
+
+@pytest.mark.verl
 def test_a_trainer_with_a_loop_of_its_own_is_refused(old: Any, tmp_path: Path) -> None:
     class Own(old):  # type: ignore[misc]
         def fit(self) -> None:

@@ -119,7 +119,7 @@ def test_a_cosine_without_an_end_is_refused() -> None:
     ("section", "fields", "said"),
     [
         (refusals.of_model, {"lora_rank": 8}, "lora_rank"),
-        (refusals.of_model, {"lora": {"rank": 8}}, "lora_rank"),
+        (refusals.of_model, {"lora": {"rank": 8}}, "lora.rank=8: expected 0"),
         (refusals.of_model, {"lora_adapter_path": "x"}, "lora_adapter_path"),
         (refusals.of_model, {"hf_config": SimpleNamespace(vision_config={})}, "multimodal"),
         (refusals.of_model, {"mtp": {"enable": True}}, "mtp"),
@@ -132,7 +132,7 @@ def test_a_cosine_without_an_end_is_refused() -> None:
         (refusals.of_rollout, {"tensor_model_parallel_size": 2}, "tensor_model_parallel_size=2"),
         (refusals.of_rollout, {"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size=2"),
         (refusals.of_rollout, {"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
-        (refusals.of_rollout, {"quantization": "torchao"}, "quantization=torchao: only fp8"),
+        (refusals.of_rollout, {"quantization": "torchao"}, "quantization=torchao: expected fp8"),
         (refusals.of_rollout, {"enable_rollout_routing_replay": True}, "routing_replay"),
         (refusals.of_rollout, {"disaggregation": {"enabled": True}}, "disaggregation"),
     ],

@@ -2,14 +2,16 @@
 
 ``boundary`` surrounds the parsing of what others wrote (a recipe, a data file, a model's folder, a checkpoint, a chat
 template): whatever it raises becomes one ``MantissaError``. ``time_limit`` ends Python code that does not end by
-itself; ``finished`` does not wait for a library's call that does not. ``require_memory`` compares a bill with the
-machine before anything is built. ``number`` is the range of one.
+itself; ``finished`` does not wait for a library's call that does not. ``memory_limit`` bounds what a library makes of
+what it reads; ``require_memory`` compares a bill with the machine before anything is built. ``number`` is the range of
+one.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
+import resource
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ from typing import Any, TypeVar
 from mantissa.base.errors import MantissaError
 
 T = TypeVar("T")
+MADE = 1 << 30  # bytes that reading one thing may make
 LARGEST_SIZE = 2**31 - 1  # of anything that is counted: steps, tokens, problems, layers
 LARGEST_SEED = 2**63 - 1
 MOST_LAYERS = 10_000  # each is some twenty objects to make before there is a bill
@@ -45,6 +48,8 @@ def describe_error(error: BaseException) -> str:
     """The first line of an exception, with its kind where the text alone says too little."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
+    if isinstance(error, MemoryError):
+        return "it asks for more memory than it may have"
     kind, text = type(error).__name__, next(iter(str(error).strip().splitlines()), "")
     return text if isinstance(error, OSError) else f"{kind}: {text}" if text else kind
 
@@ -98,6 +103,34 @@ def finished(seconds: float, call: Callable[[], T]) -> T:
     if not got:
         raise TimeoutError(f"took longer than {seconds:g} s")
     return got[0]
+
+
+@contextmanager
+def memory_limit(most: int = MADE) -> Iterator[None]:
+    """``MemoryError`` in the block where it would take more than ``most`` bytes of address space beyond what there is,
+    whichever library asks for it.
+
+    In the main thread alone, since the limit is the whole process's and its other threads may be at work.
+    """
+    taken = address_space()
+    if taken is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before, hard = resource.getrlimit(resource.RLIMIT_AS)
+    bounds = [each for each in (taken + most, before, hard) if each != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(bounds), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (before, hard))
+
+
+def address_space() -> int | None:
+    """Bytes of address space that this process has taken; None where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except (OSError, ValueError):
+        return None
 
 
 def require_memory(needed: int, what: str, advice: str) -> None:

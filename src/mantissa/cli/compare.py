@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mantissa.cli import screen
+from mantissa.cli import progress, screen
 
 
 def compare(
@@ -29,7 +29,14 @@ def compare(
 
     mantissa compare runs/demo-* -o demo.html
     """
-    from mantissa.runs.compare_page import build_comparison, show
+    from mantissa.runs.compare_page import Comparison, build_comparison, show
 
-    build_comparison(runs or [], out, lambda found: show(found, screen()))
+    def shown(found: Comparison) -> None:
+        progress("")
+        show(found, screen())
+        progress("drawing the page")
+
+    progress("reading the runs")
+    build_comparison(runs or [], out, shown)
+    progress("")
     typer.echo(f"comparison: {out}")

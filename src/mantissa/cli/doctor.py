@@ -161,7 +161,9 @@ def _diagnose_log(log: Log, out: Path | None, explain: bool) -> int:
     """Say what curves show; returns the exit code."""
     from mantissa.doctor.curve_page import lines, write_log_page
     from mantissa.doctor.curves import examine_log
+    from mantissa.doctor.runs import in_its_formats
 
+    log = in_its_formats(log)
     diagnosis = examine_log(log)
     console = screen(100)
     for number, line in enumerate(lines(log, diagnosis)):
@@ -259,7 +261,7 @@ def _show(dump: Dump, diagnosis: Diagnosis, framework: str | None, explain: bool
     console.print(diagnosis.headline)
     f = diagnosis.figures
     console.print(
-        f"{f['tokens']:,} tokens of {f['sequences']:,} sequences ({diagnosis.framework}"
+        f"{f['tokens']:,} tokens of {f['sequences']:,} sequences ({dump.whose}"
         f"{''.join(', ' + note for note in diagnosis.notes)}): d, the learner's less the rollout's, of "
         f"{f['d_rms']:.2g} nats (root mean square); u = d / (1 - p), the logits' error, of {f['u_rms']:.2g}; "
         f"{f['equal']:.1%} equal to the last bit; KL of {f['k3']:.2g} (k3)"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mantissa.cli import Run
+from mantissa.cli import Run, screen
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,12 +46,11 @@ def guard(
 
     mantissa guard runs/fp16 --window 100 overflow_fall_back=0.2
     """
-    from rich.console import Console
-
     from mantissa.guard import GuardLog
     from mantissa.guard.config import read_rows
     from mantissa.guard.review import compared, described, guard_of, refuse_unjudged, rules
     from mantissa.rl.config.run import apply_overrides
+    from mantissa.runs.health import expected_in, gap_sentence
     from mantissa.runs.page import terminal
 
     folder = run.parent if run.is_file() else run
@@ -61,15 +60,16 @@ def guard(
     judge, source, foreign = guard_of(folder, lambda values: apply_overrides(values, tried), reference)
     refuse_unjudged(run, rows, judge)
     decisions = [judge.observe(row) for row in rows]
-    console = Console(markup=False, highlight=False, soft_wrap=True)
+    console = screen()
     console.print(f"guard of {run}: {len(rows)} steps, {rows[0]['step']} to {rows[-1]['step']}; {source}")
     if judge.reference is not None:
         console.print(f"reference {judge.reference.path}: {described(judge.reference)}")
     _print_decisions(console, decisions, every)
-    table = terminal(("rule", "worst", "thresholds"), rules(rows, decisions, judge))
-    table.columns[0].no_wrap = True
-    console.print(table, soft_wrap=False)
+    table = terminal(("rule", "worst", "thresholds"), rules(rows, decisions, judge), whole=1)
+    console.print(table)
     console.print()
+    if said := gap_sentence(rows, expected_in(folder)):
+        console.print(said)
     state = "may" if judge.good else "may not yet"
     console.print(f"after step {decisions[-1].step}: {decisions[-1].action}; a checkpoint {state} be called good")
     same, said = (True, foreign) if foreign else compared(logged, decisions)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mantissa.cli import Device, screen, split
+from mantissa.cli import Device, progress, screen, split
 
 
 def precision(
@@ -17,8 +17,11 @@ def precision(
     emulate: Annotated[
         str | None, typer.Option(help="The rollout emulates a serving engine: serving, or switches with commas.")
     ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say what the probe saw, and which library multiplies what.")
+    ] = False,
 ) -> None:
-    """Show what each role would use on this machine, why, and what a probe of its kernels saw."""
+    """Show what each role would use on this machine and why, after a probe of its kernels has seen that it is so."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -32,18 +35,24 @@ def precision(
     chosen = choose_device(device)
     console = screen()
     emulation = None if emulate is None else Emulation.parse(split(emulate))
-    if chosen.type == "cpu":
-        table = cpu.products()
+    progress("measuring how this processor multiplies")
+    table = cpu.products() if chosen.type == "cpu" else None
+    if table is not None and explain:
+        progress("")
         console.print(Text(f"{table}; the fastest right way of other products, measured once on this machine:"))
         for line in table.lines():
             console.print(Padding(Text(line, style="dim"), (0, 0, 0, 2)))
         console.print()
     for name in [preset] if preset else PRESETS:
+        progress(f"probing the kernels of {name}")
         resolved = resolve(PrecisionPolicy.parse(name), chosen)
         if emulation is not None:
             resolved = emulated(resolved, emulation)
         evidence = prove(resolved, chosen)
+        progress("")
         console.print(precision_table(resolved.rows(), f"{name} on {chosen}"))
-        for role, seen in evidence.items():
+        for role, seen in evidence.items() if explain else ():
             console.print(Padding(Text(f"probe of the {role}'s kernels: {seen}", style="dim"), (0, 0, 0, 2)))
         console.print()
+    if not explain:
+        console.print(Text("Each was probed; --explain says what the probes saw.", style="dim"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from mantissa.cli import Run
+from mantissa.cli import Run, progress
 
 
 def report(run: Run) -> None:
@@ -14,4 +14,7 @@ def report(run: Run) -> None:
 
     folder = RunDirectory.open(run)
     folder.sweep()  # of an earlier report that was killed
-    typer.echo(f"report: {build_report(folder)}")
+    progress("drawing the report")
+    path = build_report(folder)
+    progress("")
+    typer.echo(f"report: {path}")

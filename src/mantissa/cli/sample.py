@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mantissa.cli import Device, Model
+from mantissa.cli import Device, Model, progress
 
 _TEXT_COLUMN = 20  # where the text of a completion begins; its further lines are indented to there
 
@@ -40,15 +40,18 @@ def sample(
     from mantissa.rollout.transformers import TransformersEngine, in_role
 
     chosen = choose_device(device)
+    progress("loading the model")
     resolved = resolve(PrecisionPolicy.parse(precision), chosen)
     role = resolved.rollout
     policy, tokenizer, refused = open_any(policy_folder(model))
     tokens = tokenizer.encode_prompt([{"role": "user", "content": prompt}] if chat else prompt)
     params = SamplingParams(max_tokens, temperature, top_k, top_p, tokenizer.eos_ids, tuple(stop or ()))
     requests = [Request(tuple(tokens), derive_seed(seed, "sample"), n)]
+    progress("sampling")
     if refused:
         sampler = TransformersEngine(in_role(policy, role).to(chosen), decode_text=tokenizer.decode)
         (group,) = sampler.generate(requests, params, 0)
+        progress("")
         typer.echo(f"rollout in {role.name} by transformers' own code: {refused}", err=True)
     else:
         prove(resolved, chosen)
@@ -63,6 +66,7 @@ def sample(
         )
         engine.sync(policy_weights(policy), 0)
         (group,) = engine.generate(requests, params, 0)
+        progress("")
         typer.echo(f"rollout in {role.name} ({role.backend} kernels): {role.reason}", err=True)
         if policy.config.weights_note:
             typer.echo(f"weights {policy.config.weights_note}", err=True)

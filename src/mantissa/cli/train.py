@@ -10,7 +10,7 @@ import typer
 
 from mantissa.base.environ import crowded, keep_freed_memory, unsteady
 from mantissa.base.errors import MantissaError
-from mantissa.cli import Overrides, Recipe, echo_warning, there
+from mantissa.cli import Overrides, Recipe, echo_warning, progress, there
 
 if TYPE_CHECKING:
     from mantissa.rl import RunConfig
@@ -85,7 +85,8 @@ def _run(recipe: Path | None, overrides: list[str], resume: Path | None, world: 
     if rank0:
         echo_warning(unsteady())
         echo_warning(crowded(torch.get_num_threads(), world or 1))
-    report = start_run(config) if resume is None else resume_run(resume, given, world)
+    say = progress if rank0 else lambda line: None
+    report = start_run(config, say) if resume is None else resume_run(resume, given, world, say)
     if rank0:
         typer.echo(f"report: {report}")
 

@@ -25,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from mantissa.base.bounds import boundary
+from mantissa.base.bounds import address_space, boundary
 from mantissa.base.errors import MantissaError, missing
 from mantissa.base.readers.json import parse_json
 from mantissa.tasks.sandbox import jail
@@ -81,7 +81,7 @@ def _message(found: Dump | Log) -> tuple[dict[str, Any], list[np.ndarray]]:
         return packed_log(found)
     counts, arrays = packed(found)
     header = {"framework": found.framework, "settings": asdict(found.settings), "run": found.run is not None,
-              "notes": list(found.notes), "counts": counts}  # fmt: skip
+              "notes": list(found.notes), "mapped": list(found.mapped), "counts": counts}  # fmt: skip
     if found.pairs:
         header["pairs"] = [[name, asdict(how)] for name, how in found.pairs]
     return header, arrays
@@ -100,12 +100,11 @@ def _reader(named: str, path: Path) -> Callable[..., Dump | Log]:
 
 def confine(memory_bytes: int, cpu_s: int) -> None:
     """Limits and the layers that hold here; each that this kernel lacks is left out."""
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     bounds = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_CPU: cpu_s,
-        resource.RLIMIT_AS: taken + memory_bytes,
+        resource.RLIMIT_AS: (address_space() or 0) + memory_bytes,
     }
     for what, bound in bounds.items():
         hard = resource.getrlimit(what)[1]

@@ -22,12 +22,13 @@ from mantissa.base.errors import MantissaError
 from mantissa.doctor import words
 from mantissa.doctor.diagnosis import Basis, CauseKind, Diagnosis, Open, Unknown, Verdict, Which
 from mantissa.doctor.dump import Dump, Scored, Settings
-from mantissa.doctor.facts import coarser, facts, part
+from mantissa.doctor.facts import facts, formats, part
 from mantissa.doctor.fillers import without
 from mantissa.doctor.layers import ByLayer, by_layer, layers_plot
 from mantissa.doctor.sides import AnyModel, Fed, Scores, Side, Softmax, Weights, evenly_spaced
 from mantissa.doctor.substitution import Hypothesis, Substitution, declared, hypotheses, substitute
 from mantissa.doctor.thresholds import CLEAR, GIVEN_BACK, MOST, NOTHING, OTHER_SIDE, SURELY
+from mantissa.mismatch.usual import usual
 from mantissa.model import Decoder
 from mantissa.runs.page import Block, Heading, Plots, Sentence, Table
 
@@ -149,7 +150,7 @@ class Reproduced:
 
 def reproduced(scores: Scores, base: tuple[Side, Side], settings: Settings) -> Reproduced:
     """A side comes back where what is left of it is of a healthy size and the other's is more than three times it."""
-    usual = facts().usual[coarser(settings) or "bf16"].bound
+    bound = usual(formats(settings)).bound
     named: tuple[Which, Which] = ("learner", "rollout")
     left: dict[Which, float] = {}
     for name, side in zip(named, base, strict=True):
@@ -158,7 +159,7 @@ def reproduced(scores: Scores, base: tuple[Side, Side], settings: Settings) -> R
         left[name] = float(np.sqrt(np.square(apart).mean()))
     best: Which = min(named, key=lambda name: left[name])
     other = next(name for name in named if name != best)
-    return Reproduced(best if left[best] <= usual and left[other] > OTHER_SIDE * left[best] else None, left)
+    return Reproduced(best if left[best] <= bound and left[other] > OTHER_SIDE * left[best] else None, left)
 
 
 def until_given_back(

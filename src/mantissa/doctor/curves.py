@@ -3,7 +3,8 @@
 Of means over a step's tokens it names nothing that only tokens can show. Legend: x a curve of the gap's size (mean |d|,
 mean difference of probabilities, k3, or mean exp|d| - 1), N steps; "log" is the natural logarithm.
 
-*Size*: against what is usual in bf16 (``marks`` of curves.yaml; rms d <= rms u, so k3 <= bound^2 / 2).
+*Size*: k3 against what is usual in the log's formats (``mismatch/usual.py``); without one, another mean against what
+its program calls too large in bf16 (``marks`` of curves.yaml), in proportion in other formats.
 *Jump*: two levels of log x fit it better than a line, the change is at one step, and it is beyond chance.
 *Growth*: the last quarter over the first, where ranks of x and step go together, and neither entropy nor length do.
 *One-sided*, a law: of samples from the rollout's own law E[exp(d)] = 1, so k1 = k3 (to second order), and |k1| is far
@@ -20,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from mantissa.doctor.diagnosis import Basis, Diagnosis, Finding, Open, Unknown, Verdict
-from mantissa.doctor.facts import facts
 from mantissa.doctor.logs import Curve, Log, Role, Shown, table
+from mantissa.mismatch.usual import USUAL, Usual, size_sentence, usual
 
 FEWEST = 3  # steps for a size
 FEW = 12  # steps for a shape in time
@@ -35,7 +36,7 @@ _TOGETHER = 0.7  # rank correlation of what grows together
 _NEIGHBOURS = 0.5  # rank correlation of what goes together from step to step
 _ONE_SIDED = 0.5  # |k1| over sqrt(2 k3): noise has sqrt(k3 / 2), below 0.1
 _ONE_SIGN = 0.9  # of the steps
-_MATTERS = 0.1  # of bf16's usual size: below it a shift does not matter
+_MATTERS = 0.1  # of the usual size: below it a shift does not matter
 _SPIKE, _SPIKE_NOISE = 5.0, 8.0  # times the level around, and times the noise of log x
 _WINDOW = 21  # steps of the level around
 _COLLAPSED, _LITTLE_ENTROPY = 0.1, 0.05  # of the first quarter's; nats
@@ -72,9 +73,9 @@ def examine_log(log: Log) -> CurveDiagnosis:
     verdict, basis, why = _verdict(faults, large, main, curves)
     named = [*faults[:1], large] if large else faults
     return CurveDiagnosis(
-        verdict, basis, _headline(verdict, basis, named, why, main, curves), log.program,
+        verdict, basis, _headline(verdict, basis, named, why, main, curves, log.expected), log.program,
         faults[0] if faults else None, tuple(found), _figures(curves, main),
-        unknown=_unknown(curves, main), notes=log.notes, second=named[1] if len(named) > 1 else None,
+        unknown=_unknown(curves, main, log.expected), notes=log.notes, second=named[1] if len(named) > 1 else None,
         remarks=tuple(f"{_title(each)} ({each.said})" for each in found if each.found and each not in named),
         why=why, likely=tuple(_words(each).likely.format(**_near(each)) for each in named[:2]),
         excluded=_excluded(found, main), record=_record(log, main), names=tuple(c.name for c in log.curves.values()),
@@ -113,13 +114,14 @@ def _verdict(
 
 
 def _headline(
-    verdict: Verdict, basis: Basis, named: Sequence[Finding], why: str, main: Role | None, curves: Mapping[Role, Curve]
-) -> str:
+    verdict: Verdict, basis: Basis, named: Sequence[Finding], why: str, main: Role | None,
+    curves: Mapping[Role, Curve], expected: Usual,
+) -> str:  # fmt: skip
     if named:
         return f"{verdict}: {'; and '.join(f'{_title(each)} ({each.said})' for each in named[:2])}"
     if verdict is Verdict.HEALTHY and main is not None:
-        x, bound = _finite(curves[main]), bound_of(main)
-        return f"healthy noise: {_NAMES[main]} {np.median(x.values):.2g} (median), up to {bound:.2g} is usual for bf16"
+        role = Role.K3 if Role.K3 in curves else main
+        return f"healthy noise: {_said(role, float(np.median(_finite(curves[role]).values)), expected)} (median)"
     if basis is Basis.EQUAL:
         return f"not known: {why}: both sides are one computation (exact kernels), or one side's numbers stand on both"
     return f"not known: {why}"
@@ -138,11 +140,12 @@ def _figures(curves: Mapping[Role, Curve], main: Role | None) -> dict[str, Any]:
     return found
 
 
-def _unknown(curves: Mapping[Role, Curve], main: Role | None) -> tuple[Unknown, ...]:
+def _unknown(curves: Mapping[Role, Curve], main: Role | None, expected: Usual) -> tuple[Unknown, ...]:
     said = []
     if main is not None:
         said.append(Unknown(Open.CAUSES, "which tokens, sequences or side (a mean hides a few of them)"))
-        said.append(Unknown(Open.FORMAT, "the formats (judged as bf16; fp8 makes four times as much)"))
+        if expected == usual(()):
+            said.append(Unknown(Open.FORMAT, "the formats (judged as bf16; fp8 makes four times as much)"))
     if main is not None and not {Role.K1, Role.K3} <= curves.keys() and Role.RATIO not in curves:
         said.append(Unknown(Open.UNTESTED, "whether it is one-sided (that takes k1 and k3)"))
     return tuple(said)
@@ -206,10 +209,21 @@ def _sizes(role: Role, curve: Curve) -> np.ndarray:
     return np.abs(curve.values - 1.0 if role is Role.MULT else curve.values)
 
 
-def bound_of(role: Role) -> float:
-    """Beyond it a mean of the gap is too large in bf16."""
-    marks = table().marks
-    return marks[role].bf16 if role in marks else facts().usual["bf16"].bound ** 2 / 2
+def _bound_of(role: Role, expected: Usual) -> float:
+    """Beyond it a mean of the gap is too large: k3's bound, or a program's own in proportion to the formats' bounds."""
+    if role not in table().marks:
+        return expected.k3
+    zero = 1.0 if role is Role.MULT else 0.0
+    return zero + (table().marks[role].bf16 - zero) * expected.bound / USUAL["bf16"].bound
+
+
+def _said(role: Role, value: float, expected: Usual) -> str:
+    """A mean of the gap beside its bound."""
+    if role is Role.K3:
+        return size_sentence(value, expected)
+    bound = _bound_of(role, expected)
+    what = "is larger than rounding makes" if not value <= bound else "is of the usual size"
+    return f"the gap {what} in {expected.whose}: {_NAMES[role]} {value:.2g}, up to {bound:.2g} is usual"
 
 
 def _main(curves: Mapping[Role, Curve]) -> tuple[Role, Curve] | None:
@@ -264,21 +278,23 @@ def _nonfinite(log: Log, curves: Mapping[Role, Curve]) -> list[Finding]:
 
 
 def _size(log: Log, curves: Mapping[Role, Curve]) -> list[Finding]:
-    """The largest of all steps' median and the last quarter's, over the bound, of every figure of the gap."""
+    """The larger of all steps' median and the last quarter's, over its bound: of k3, or of what there is without it."""
     worst: tuple[float, str] | None = None
     roles = [role for role in _SIZES if role in curves] or ([Role.K1] if Role.K1 in curves else [])
+    roles = [Role.K3] if Role.K3 in roles and len(_finite(curves[Role.K3]).values) >= FEWEST else roles
     for role in roles:
         x = _finite(curves[role])
         if len(x.values) < FEWEST:
             continue
         size = _sizes(role, x)
         value, zero = max(float(np.median(size)), _quarters(size)[1]), 1.0 if role is Role.MULT else 0.0
-        over = value / (bound_of(role) - zero)
-        said = f"{_NAMES[role]} of {value + zero:.2g}, up to {bound_of(role):.2g} is usual in bf16"
+        over = value / (_bound_of(role, log.expected) - zero)
+        said = _said(role, value + zero, log.expected)
         worst = max(worst or (over, said), (over, said))
     if worst is None:
         return []
-    return [_finding("gap_size", worst[0] > 1, worst[1], worst[0], "times the bound")]
+    times, what = worst
+    return [_finding("gap_size", times > 1, f"{times:.2g} times that", times, "times the bound", what=what)]
 
 
 def _stuck(log: Log, curves: Mapping[Role, Curve]) -> list[Finding]:
@@ -425,7 +441,7 @@ def _one_sided(log: Log, curves: Mapping[Role, Curve]) -> list[Finding]:
     typical = float(np.median(size))
     share = float(np.median(np.abs(signed) / np.maximum(size, 1e-30)))
     sign = max(float(np.mean(signed > 0)), float(np.mean(signed < 0)))
-    matters = typical >= _MATTERS * facts().usual["bf16"].size
+    matters = typical >= _MATTERS * log.expected.size
     found = matters and share >= _ONE_SIDED and sign >= _ONE_SIGN
     said = f"{names[0]} is {share:.0%} of {names[1]}, of one sign at {sign:.0%} of the steps"
     return [_finding("one_sided", found, said, share, f"of {names[1]}")]

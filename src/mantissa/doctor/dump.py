@@ -63,6 +63,7 @@ class Dump:
     """What a file or a run holds. ``framework``: who wrote it (``mantissa``, ``nemo-rl``, ..., ``plain``).
 
     ``path``: where it was read. ``run``: the run's folder where it is one of ours. ``notes``: what was left out.
+    ``mapped``: which columns were taken for which part, of a file that is no program's that is known; else empty.
     ``pairs``: of a file that holds several policies beside one another (``mantissa gap``), each one's name and
     settings.
     """
@@ -74,6 +75,7 @@ class Dump:
     run: Path | None = None
     notes: tuple[str, ...] = ()
     pairs: tuple[tuple[str, Settings], ...] = ()
+    mapped: tuple[str, ...] = ()
 
     def by_pair(self) -> dict[str, Dump]:
         """The sequences of each pair by its name; the whole under "" where the file holds no pairs."""
@@ -83,6 +85,13 @@ class Dump:
             name: replace(self, sequences=[each for each in self.sequences if each.pair == n], settings=how, pairs=())
             for n, (name, how) in enumerate(self.pairs)
         }
+
+    @property
+    def whose(self) -> str:
+        """Whose fields it has, in words."""
+        if self.mapped:
+            return "no program's fields"
+        return "the plain schema" if self.framework == "plain" else self.framework
 
     @property
     def routed(self) -> bool:

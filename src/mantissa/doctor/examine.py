@@ -11,13 +11,13 @@ import numpy as np
 
 from mantissa.doctor import words
 from mantissa.doctor.diagnosis import Basis, Diagnosis, Finding, Verdict
-from mantissa.doctor.dump import Dump, Settings
+from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence
-from mantissa.doctor.facts import Usual, coarser, coarsest, facts, part, usual
+from mantissa.doctor.facts import facts, part, usual_of
 from mantissa.doctor.fields import copied, distinct
 from mantissa.doctor.populations import seen_in_a_quarter
 from mantissa.doctor.routers import Outliers, flights, may_be
-from mantissa.doctor.sample import SIDES, Tokens, different
+from mantissa.doctor.sample import SIDES, Array, Tokens, different
 from mantissa.doctor.signatures import causes, findings
 from mantissa.doctor.thresholds import (
     ABOVE_ZERO,
@@ -36,6 +36,7 @@ from mantissa.doctor.thresholds import (
     WORTH,
     of,
 )
+from mantissa.mismatch.usual import COARSEST, Usual
 
 
 def examine(dump: Dump) -> Diagnosis:
@@ -45,7 +46,7 @@ def examine(dump: Dump) -> Diagnosis:
     policy of which nothing says whether it is a mixture, the answer is then not known.
     """
     dump, again = distinct(dump)
-    evidence = Evidence.of(dump, usual(dump.settings).bound)
+    evidence = Evidence.of(dump, usual_of(dump.settings).bound)
     found = _routed(evidence)
     said = [words.twice(again, again + len(dump.sequences))] if again else []
     copies, of_these = copied(evidence.clean)
@@ -86,7 +87,7 @@ def _routed(evidence: Evidence) -> Diagnosis:
         headline = words.routers(beyond, flown.most, flown.quiet, evidence.usual, size)
         remarks = [each for each in found.remarks if each not in others.remarks]
         others = replace(others, basis=Basis.ROUTERS, headline=headline, remarks=(*others.remarks, *remarks))
-    return replace(others, figures=found.figures, notes=dump.notes)
+    return replace(others, figures=found.figures, notes=(*dump.mapped, *dump.notes))
 
 
 def _unexplained(found: Diagnosis, flown: Outliers, said: bool) -> Diagnosis:
@@ -102,7 +103,7 @@ def _unexplained(found: Diagnosis, flown: Outliers, said: bool) -> Diagnosis:
 
 def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
     """The diagnosis, in which the findings ``without`` name nothing."""
-    dump, expected = evidence.dump, usual(evidence.dump.settings)
+    dump, expected = evidence.dump, usual_of(evidence.dump.settings)
     every = [replace(each, found=each.found and each.name not in without) for each in findings(evidence)]
     figures = _figures(evidence.clean)
     size = next(finding for finding in every if finding.name == "too_large")
@@ -131,7 +132,7 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
         headline = words.faults(named, [not e.exact and part(e.name).of != "shape" and e.share > 0 for e in named])
     elif large:
         fault, verdict, basis = large[0], Verdict.LARGE, Basis.SIZE
-        headline = words.too_large(figures, expected, None if own else coarsest(), _best(every))
+        headline = words.too_large(figures, expected, own, _best(every))
     elif why := _too_few(evidence, figures, size, expected):
         verdict, basis, headline = Verdict.UNKNOWN, Basis.FEW, why.headline
     else:
@@ -140,7 +141,7 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
     causing = [*named, *(large[:1] if not named else ())]
     helping = (
         table[large[0].name].larger
-        if large and verdict is Verdict.LARGE and (own or figures["u_rms"] > coarsest())
+        if large and verdict is Verdict.LARGE and (own or figures["u_rms"] > COARSEST)
         else ()
     )
     remedies = helping or tuple(
@@ -153,7 +154,7 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
         remedies = ("one_format", *remedies)  # healthy for two formats, and many times what one format would have
     return Diagnosis(
         verdict, basis, headline, dump.framework, fault, tuple(replace(each, rest=None) for each in every), figures,
-        remedies=remedies, unknown=words.unknown(dump, every, size, causing), notes=dump.notes,
+        remedies=remedies, unknown=words.unknown(dump, every, size, causing), notes=(*dump.mapped, *dump.notes),
         second=named[1] if len(named) > 1 else None, why=why.short if why else "", fillers=evidence.filled.fillers,
         remarks=(*_left_out(evidence, causing, figures, expected), *_remarks(every, causing, bool(large))),
     )  # fmt: skip
@@ -250,23 +251,19 @@ def _healthy(figures: dict[str, Any], size: Finding) -> Basis:
     return Basis.ROUNDING if size.tested else Basis.CERTAIN
 
 
-def _whose(settings: Settings) -> str | None:
-    """What the usual size is of, in words; None where no format is named."""
-    named = coarser(settings)
-    return named if settings.healthy_size is None else f"this job{f' in {named}' * (named is not None)}"
-
-
 def _sizes(figures: dict[str, Any], e: Evidence, expected: Usual, size: Finding, tests: int) -> words.Healthy:
     """The sizes of a healthy gap, and of the faults that this sample would have shown."""
     u, far, t = figures["u_rms"], np.zeros(0, dtype=bool), e.clean.telling
     if _healthy(figures, size) is not Basis.ROUNDING:
-        return words.Healthy(figures["d_rms"], u, expected.bound)
-    if u > expected.bound:
+        return words.Healthy(figures["k3"], figures["d_rms"], u, expected)
+    k3 = figures["k3"]
+    if u > expected.bound or k3 > expected.k3:
         far = np.abs(t.u) > FAR * expected.bound
         u = t.where(~far).size
+        k3 = _k3(e.clean.d[np.abs(e.clean.u) <= FAR * expected.bound])
     return words.Healthy(
-        figures["d_rms"], u, expected.bound, size.detectable, seen_in_a_quarter(e, tests),
-        _whose(e.dump.settings), int(far.sum()), len(far), e.dump.routed,
+        k3, figures["d_rms"], u, expected, size.detectable, seen_in_a_quarter(e, tests),
+        int(far.sum()), len(far), e.dump.routed,
     )  # fmt: skip
 
 
@@ -275,7 +272,6 @@ def _figures(tokens: Tokens) -> dict[str, Any]:
     if not len(d):
         return {"tokens": 0, "sequences": 0, "d_rms": 0.0, "u_rms": 0.0, "d_mean": 0.0, "abs_d_mean": 0.0,
                 "abs_d_max": 0.0, "equal": 0.0, "k3": 0.0}  # fmt: skip
-    clamped = np.clip(d, -20, 20)
     return {
         "tokens": len(d),
         "sequences": different(tokens.sequence),
@@ -285,8 +281,14 @@ def _figures(tokens: Tokens) -> dict[str, Any]:
         "abs_d_mean": float(np.abs(d).mean()),
         "abs_d_max": float(np.abs(d).max()),
         "equal": float((d == 0).mean()),
-        "k3": float((np.expm1(clamped) - clamped).mean()),
+        "k3": _k3(d),
     }
+
+
+def _k3(d: Array) -> float:
+    """mean(r - 1 - log r), nats a token; 0 of no tokens."""
+    clamped = np.clip(d, -20, 20)
+    return float((np.expm1(clamped) - clamped).mean()) if len(d) else 0.0
 
 
 def remedies_for(diagnosis: Diagnosis) -> list[tuple[str, tuple[str, ...]]]:

@@ -1,4 +1,4 @@
-"""The table ``facts.yaml``: how large a healthy gap is, what each fault means, and what to set in whose keys."""
+"""The table ``facts.yaml``: what each fault means, and what to set in whose keys; and what is usual for a dump."""
 
 from __future__ import annotations
 
@@ -11,21 +11,11 @@ from pydantic import BaseModel, ConfigDict
 from mantissa.base.readers.yaml import read_shipped
 from mantissa.doctor.diagnosis import CauseKind, Which
 from mantissa.doctor.dump import Settings
-
-_ORDER = ("fp32", "fp16", "bf16", "fp8")  # from fine to coarse
-_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float": "fp32"}
+from mantissa.mismatch.usual import Usual, usual
 
 
 class _Row(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Usual(_Row):
-    """Root mean square of u of a healthy gap, and the bound that is called too large."""
-
-    size: float
-    bound: float
-    source: str
 
 
 class Mixture(_Row):
@@ -102,7 +92,6 @@ class Remedy(_Row):
 class Facts(_Row):
     """All of the table."""
 
-    usual: dict[str, Usual]
     mixture: Mixture
     faults: dict[str, Fault]
     causes: dict[CauseKind, OfModel]
@@ -120,29 +109,12 @@ def part(signature: str) -> Part:
     return facts().faults[signature].verdict
 
 
-def coarser(settings: Settings) -> str | None:
-    """The coarser of a dump's two formats, as the table names it; None where it names none."""
-    named = [_NAMES.get(name, name) for name in (settings.rollout_format, settings.learner_format) if name]
-    known = ["fp8" if name.startswith(("fp8", "e4m3", "e5m2")) else name for name in named]
-    return max((name for name in known if name in _ORDER), key=_ORDER.index, default=None)
+def formats(settings: Settings) -> tuple[str | None, str | None]:
+    """A dump's two formats, as far as it names them."""
+    return settings.rollout_format, settings.learner_format
 
 
-def coarsest() -> float:
-    """The size of u up to which a gap may be one of precision: the largest bound of all formats, fp8's."""
-    return max(each.bound for each in facts().usual.values())
-
-
-def usual(settings: Settings) -> Usual:
-    """What is usual in a dump's formats; bf16's where it names none, for most train and serve in it.
-
-    It is measured at temperature 1. Logits over a temperature below it have their errors over it too. Where the job's
-    own healthy size is known, it takes the table's place: up to three times it is usual, as in the table, but not less
-    than fp32's bound, below which nothing is learned otherwise, nor more than the formats'.
-    """
-    found, t = facts().usual[coarser(settings) or "bf16"], settings.temperature
-    if t is not None and 0 < t < 1:
-        found = found.model_copy(update={"size": found.size / t, "bound": found.bound / t})
-    if (own := settings.healthy_size) is None:
-        return found
-    bound = min(max(3 * own, facts().usual["fp32"].bound), found.bound)
-    return found.model_copy(update={"size": own, "bound": bound})
+def usual_of(settings: Settings) -> Usual:
+    """What is usual in a dump's formats at its temperature; where the job's own healthy size is known, that instead."""
+    found = usual(formats(settings), settings.temperature)
+    return found if settings.healthy_size is None else found.of_job(settings.healthy_size)

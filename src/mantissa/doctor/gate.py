@@ -146,12 +146,12 @@ class Gate:
     def wrong(self, found: Diagnosis) -> bool:
         """Whether a diagnosis of this gate's is one to stop for: a fault, or a gap that is too large; not a habit of
         rounding whose gap is within the usual size of its formats."""
-        from mantissa.doctor.facts import part, usual
+        from mantissa.doctor.facts import part, usual_of
 
         if found.verdict is not Verdict.FAULT:
             return found.verdict is Verdict.LARGE
         habits = all(part(each.name).rounding for each in (found.fault, found.second) if each is not None)
-        bound = usual(self._dump.settings if self._dump is not None else Settings()).bound
+        bound = usual_of(self._dump.settings if self._dump is not None else Settings()).bound
         return not (habits and found.figures["u_rms"] <= bound)
 
     def _fresher(self, kept: Sequence[Scored]) -> list[Scored]:

@@ -162,16 +162,21 @@ class Reading:
         from mantissa.doctor.readers import FRAMEWORKS, checked
 
         names = {each.name for each in fields(Settings)}
-        framework, notes, pairs = header.get("framework"), header.get("notes"), header.get("pairs", [])
+        framework, pairs = header.get("framework"), header.get("pairs", [])
 
         def settings(given: Any) -> Settings:
             if not isinstance(given, dict) or given.keys() != names:
                 raise self._garbage("an answer of other fields than a dump's")
             return checked(self._path, Settings(**given))
 
-        good = framework in FRAMEWORKS and isinstance(notes, list) and all(isinstance(note, str) for note in notes)
-        good = good and isinstance(pairs, list) and all(isinstance(each, list) and len(each) == 2 for each in pairs)
-        if not good or not isinstance(pairs, list) or not isinstance(notes, list):
+        def texts(name: str) -> tuple[str, ...]:
+            given = header.get(name)
+            if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+                raise self._garbage("an answer of other fields than a dump's")
+            return tuple(map(_printable, given))
+
+        good = isinstance(pairs, list) and all(isinstance(each, list) and len(each) == 2 for each in pairs)
+        if framework not in FRAMEWORKS or not good:
             raise self._garbage("an answer of other fields than a dump's")
         how = settings(header.get("settings"))
         beside = tuple((_printable(str(name)), settings(given)) for name, given in pairs)
@@ -179,7 +184,7 @@ class Reading:
         if sequences is None or (beside and not {each.pair for each in sequences} <= set(range(len(beside)))):
             raise self._garbage("arrays that do not fit one another")
         run = self._path if header.get("run") is True else None
-        return Dump(str(framework), self._path, sequences, how, run, tuple(map(_printable, notes)), beside)
+        return Dump(str(framework), self._path, sequences, how, run, texts("notes"), beside, texts("mapped"))
 
     def _unpacked_log(self, header: dict[str, Any]) -> Log:
         """A log, its program and roles of the table, its curves by step."""

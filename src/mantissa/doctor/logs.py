@@ -34,6 +34,7 @@ from mantissa.base.readers.csv import read_csv
 from mantissa.base.readers.events import read_events
 from mantissa.base.readers.json import DOCUMENT, ROW, parse_json, read_json, read_lines
 from mantissa.base.readers.yaml import read_shipped
+from mantissa.mismatch.usual import Usual, usual
 
 
 class Role(StrEnum):
@@ -78,11 +79,10 @@ class Program(BaseModel):
 
 
 class Mark(BaseModel):
-    """A mean of the gap beyond which it is too large, in each format."""
+    """A mean of the gap beyond which it is too large in bf16."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     bf16: float
-    fp8: float
     source: str
 
 
@@ -121,7 +121,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Log:
-    """What a log holds. ``resumes``, ``evaluations``: steps. ``notes``: what was left out."""
+    """What a log holds. ``resumes``, ``evaluations``: steps. ``notes``: what was left out. ``expected``: the usual of
+    its formats, which only a run's folder names."""
 
     program: str
     path: Path
@@ -129,6 +130,7 @@ class Log:
     resumes: tuple[float, ...] = ()
     evaluations: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
+    expected: Usual = field(default_factory=lambda: usual(()))
 
 
 _MOST_POINTS = 20_000_000

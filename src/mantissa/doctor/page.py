@@ -17,8 +17,9 @@ from mantissa.doctor.diagnosis import Basis, Diagnosis, Verdict
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.examine import remedies_for
-from mantissa.doctor.facts import facts, usual
+from mantissa.doctor.facts import facts, usual_of
 from mantissa.doctor.sample import Tokens
+from mantissa.mismatch.usual import USUAL
 from mantissa.runs import page
 from mantissa.runs.directory import default_path
 from mantissa.runs.health import Health
@@ -43,7 +44,7 @@ def write_page(dump: Dump, diagnosis: Diagnosis, folder: Path | None = None, wit
     folder = folder or default_path("doctor")
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    tokens = Evidence.of(dump, usual(dump.settings).bound).clean
+    tokens = Evidence.of(dump, usual_of(dump.settings).bound).clean
     write_atomically(folder / ROW, json.dumps(as_row(diagnosis), indent=1) + "\n")
     with atomic_file(folder / PAGE) as temporary:
         text = page.render(f"Doctor: {dump.path.name}", _blocks(dump, diagnosis, tokens, with_model))
@@ -76,12 +77,12 @@ def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens, with_model: Sequen
     lines = [] if diagnosis.fault is None or by_model else [table_of.faults[diagnosis.fault.name].means]
     blocks = [
         Heading(f"Doctor: {dump.path.name}", 1),
-        Sentence(f"{f['tokens']:,} tokens of {f['sequences']:,} sequences, written by {dump.framework}. d = log-prob "
+        Sentence(f"{f['tokens']:,} tokens of {f['sequences']:,} sequences ({dump.whose}). d = log-prob "
                  "of the learner - log-prob of the rollout; u = d / (1 - p), of the size of the logits' error.", "sub"),
         Banner(diagnosis.headline, lines, LEVELS[diagnosis.verdict]),
         KeyNumbers([
             ("root mean square of d", f"{f['d_rms']:.2g}", "nats"),
-            ("size of u", f"{f['u_rms']:.2g}", f"up to {usual(dump.settings).bound:.2g} is usual here"),
+            ("size of u", f"{f['u_rms']:.2g}", f"up to {usual_of(dump.settings).bound:.2g} is usual here"),
             ("equal to the last bit", f"{f['equal']:.1%}", "of tokens"),
             ("k3", f"{f['k3']:.2g}", "nats a token"),
         ]),
@@ -129,7 +130,7 @@ def _pictures(dump: Dump, tokens: Tokens) -> list[Plot]:
         _agreement(tokens),
         _by_position(tokens),
         _histogram(tokens),
-        _by_sequence(tokens, usual(dump.settings).bound),
+        _by_sequence(tokens, usual_of(dump.settings).bound),
     ]
 
 
@@ -185,7 +186,7 @@ def _histogram(t: Tokens) -> Plot:
         axes.hist(np.log10(u), bins=edges.tolist(), density=True, color=MUTED, alpha=0.4)
         grid = np.linspace(edges[0], edges[-1], 300)
         for name, colour in _FORMATS.items():
-            z = 10**grid / facts().usual[name].size
+            z = 10**grid / USUAL[name].size
             axes.plot(grid, np.log(10) * z * np.sqrt(2 / np.pi) * np.exp(-(z**2) / 2), color=colour)
         axes.set(xlabel="log10 |u|", ylabel="density")
     legend = (

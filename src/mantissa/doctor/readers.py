@@ -96,10 +96,10 @@ def read_dump(path: Path, framework: str | None = None, names: Mapping[str, str]
 
 def _read_files(path: Path, framework: str | None, names: Mapping[str, str]) -> Dump:
     files, sequences, found, settings, tokens = _files(path), [], None, Settings(), 0
-    notes, pairs = list[str](), dict[str, Settings]()
+    notes, mapped, pairs = list[str](), list[str](), dict[str, Settings]()
     for number_, file in enumerate(files):
         whose, part, how, *said = _read_file(file, framework, names, pairs)
-        notes += [note for note in said if note not in notes]
+        mapped += [each for each in said if each not in mapped]
         if found is not None and whose != found:
             raise MantissaError(f"{path} holds files of {found} and of {whose}; give one of them")
         settings = how if found is None else _agreed(settings, how)
@@ -112,7 +112,7 @@ def _read_files(path: Path, framework: str | None, names: Mapping[str, str]) -> 
     assert found is not None
     if len(pairs) < 2 or any(each.pair is None for each in sequences):
         pairs, sequences = {}, [replace(each, pair=None) for each in sequences] if pairs else sequences
-    return Dump(found, path, sequences, settings, notes=tuple(notes), pairs=tuple(pairs.items()))
+    return Dump(found, path, sequences, settings, None, tuple(notes), tuple(pairs.items()), tuple(mapped))
 
 
 def _files(path: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import numpy as np
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.json import read_json
 from mantissa.doctor.dump import Dump, Scored, Settings
+from mantissa.doctor.logs import Log
 from mantissa.doctor.routers import routes
 from mantissa.runs.directory import RunDirectory
+from mantissa.runs.health import expected_in
 
 _ENOUGH = 200_000  # tokens: the newest steps are read until there are so many
 
@@ -55,6 +58,12 @@ def read_run(path: Path, most: int = _ENOUGH) -> Dump:
         raise MantissaError(f"{path}: no step has log-probs of both sides; run it further, or with rollouts kept")
     notes = (f"steps {steps[-1]} to {steps[0]} of the run" if len(steps) > 1 else f"step {steps[0]} of the run",)
     return Dump("mantissa", path, sequences, _settings(run, rollout), run=path, notes=notes)
+
+
+def in_its_formats(log: Log) -> Log:
+    """A log with what is usual in the formats of the run that it lies in; as it is where it lies in none."""
+    folder = log.path if log.path.is_dir() else log.path.parent
+    return replace(log, expected=expected_in(folder)) if (folder / "config.yaml").is_file() else log
 
 
 def _settings(run: RunDirectory, rollout: Any) -> Settings:

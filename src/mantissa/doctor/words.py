@@ -12,7 +12,8 @@ from typing import Any
 
 from mantissa.doctor.diagnosis import Basis, Cause, CauseKind, Diagnosis, Finding, Open, Unknown, Verdict, Which
 from mantissa.doctor.dump import Dump
-from mantissa.doctor.facts import Usual, coarser, facts
+from mantissa.doctor.facts import facts, formats
+from mantissa.mismatch.usual import COARSEST, USUAL, Usual, coarser, size_sentence
 
 UNEXPLAINED_NOTE = "the order of sums inside a library, and whatever is no hypothesis here"
 MAY_ROUTE = Unknown(
@@ -63,13 +64,11 @@ def titled(finding: Finding) -> str:
 def inferred(dump: Dump, found: Diagnosis, asked: str | None) -> list[str]:
     """What was found by looking, or assumed. ``asked``: the framework that was named."""
     said = []
-    if asked is None and dump.run is None:
-        whose = "the plain schema" if dump.framework == "plain" else f"a dump of {dump.framework}"
-        said.append(f"this is {whose}, by its fields")
+    if asked is None and dump.run is None and not dump.mapped:
+        said.append(f"this is {'' if dump.framework == 'plain' else 'a dump of '}{dump.whose}, by its fields")
     u = found.figures["u_rms"]
-    if coarser(dump.settings) is None and u > 0:
-        usual = sorted(facts().usual.items(), key=lambda item: item[1].bound)
-        fitting = next((name for name, each in usual if u <= each.bound), None)
+    if coarser(formats(dump.settings)) is None and u > 0:
+        fitting = next((name for name, each in USUAL.items() if u <= each.bound), None)
         size = f"a size of u of {u:.2g} is that of {fitting}" if fitting else f"a size of u of {u:.2g} is no format's"
         said.append(f"no number format is named: judged as bf16, and {size}")
     if dump.settings.temperature is None:
@@ -90,38 +89,34 @@ def faults(named: Sequence[Finding], valued: Sequence[bool]) -> str:
     return first + "; and ".join(parts)
 
 
-def too_large(figures: Mapping[str, Any], expected: Usual, coarsest: float | None, best: Finding | None) -> str:
-    """There is more than noise; ``coarsest``: what fp8 makes at most, None where the job itself was healthy before;
-    ``best``: what explains most of it, and not enough."""
+def too_large(figures: Mapping[str, Any], expected: Usual, own: bool, best: Finding | None) -> str:
+    """There is more than noise. ``own``: the job itself was healthy before; ``best``: what explains most of it, and not
+    enough."""
     most, size = "nothing that was tried explains it", figures["u_rms"]
     if best is not None:
         most = f"the most that one cause explains is {best.share:.0%} ({facts().faults[best.name].title})"
-    if coarsest is None:
-        whose, made = "as this job had it before", f"{expected.size:.2g} was its own, so something changed"
+    if own:
+        made = f"{expected.size:.2g} was its own, so something changed"
+    elif expected.bound >= COARSEST:
+        made = "no precision makes as much"
     else:
-        whose, made = "of these formats", "fp8 makes as much"
-        if expected.bound >= coarsest:
-            made = "no precision makes as much"
-        elif size > coarsest:
-            made = f"fp8 makes up to {coarsest:.2g}, so it is no precision"
-    return (
-        f"not known: d of {figures['d_rms']:.2g} nats is no rounding {whose} (size of u {size:.2g}, up to "
-        f"{expected.bound:.2g} is usual; {made}), and {most}"
-    )
+        made = f"fp8 makes up to {COARSEST:.2g}, so it is no precision" if size > COARSEST else "fp8 makes as much"
+    said = size_sentence(figures["k3"], expected, large=True)
+    return f"not known: {said} (size of u {size:.2g}, up to {expected.bound:.2g}; {made}), and {most}"
 
 
 @dataclass(frozen=True)
 class Healthy:
-    """Figures of a healthy gap. ``far``: of ``tokens`` uncertain ones, those far beyond the usual, where they are left
-    out of the ``size`` of u; ``routed``: of a mixture. ``throughout``, ``quarter``: sizes of faults that would have
-    been seen."""
+    """Figures of a healthy gap, ``expected`` what is usual. ``far``: of ``tokens`` uncertain ones, those far beyond the
+    usual, where they are left out of ``k3`` and the ``size`` of u; ``routed``: of a mixture. ``throughout``,
+    ``quarter``: sizes of faults that would have been seen."""
 
+    k3: float
     d_rms: float
     size: float
-    bound: float
+    expected: Usual
     throughout: float | None = None
     quarter: float | None = None
-    formats: str | None = None
     far: int = 0
     tokens: int = 0
     routed: bool = False
@@ -134,13 +129,14 @@ def may_be_copied(framework: str) -> bool:
 
 def healthy(basis: Basis, g: Healthy, framework: str) -> str:
     """With the sizes of faults that this sample would have shown."""
+    said = f"healthy noise: {size_sentence(g.k3, g.expected, large=False)}"
     if basis is Basis.EQUAL:
         copy = "; exact kernels do that, and so does a copy of one side" if may_be_copied(framework) else ""
-        return f"healthy noise: every log-prob is equal on both sides, to the last bit{copy}"
+        return f"{said}; every log-prob is equal on both sides, to the last bit{copy}"
     if basis is Basis.NOTHING:
-        return f"healthy noise: d is {g.d_rms:.1e} nats; nothing to do"
+        return f"{said}; d is {g.d_rms:.1e} nats: nothing to do"
     if basis is Basis.CERTAIN:
-        return (f"healthy noise: d is {g.d_rms:.1g} nats, and nearly every token is certain (p above 0.99): "
+        return (f"{said}; d is {g.d_rms:.1g} nats, and nearly every token is certain (p above 0.99): "
                 "only a fault that makes other tokens likely would have been seen")  # fmt: skip
     what = f"size of u {g.size:.2g}"
     if g.far:
@@ -149,8 +145,7 @@ def healthy(basis: Basis, g: Healthy, framework: str) -> str:
     seen = f"{g.throughout:.2g} throughout" + (
         f" or {g.quarter:.2g} in a quarter of the sequences" if g.quarter else ""
     )
-    named = f"for {g.formats}" if g.formats else "for bf16 (the dump names no format)"
-    return f"healthy noise: {what}, up to {g.bound:.2g} is usual {named}; a fault of {seen} would have been seen"
+    return f"{said}; {what}, up to {g.expected.bound:.2g}; a fault of {seen} would have been seen"
 
 
 def routers(beyond: str, most_share: float, quiet: float, bound: float, throughout: float | None) -> str:
@@ -241,7 +236,7 @@ def unknown(dump: Dump, every: Sequence[Finding], size: Finding, causing: Sequen
         Unknown(Open.CAUSES, f"to decide: {table[each.name].decide}") for each in causing if table[each.name].decide
     ]
     said += [Unknown(Open.UNTESTED, f"{each.name}: {each.said}") for each in every if not each.tested]
-    if coarser(dump.settings) is None:
+    if coarser(formats(dump.settings)) is None:
         said.append(Unknown(Open.FORMAT, "the dump names no number format: bf16's healthy size was assumed"))
     if size.tested and size.detectable is not None and size.detectable < float("inf"):
         said.append(Unknown(

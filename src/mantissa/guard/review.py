@@ -15,6 +15,7 @@ from mantissa.guard.config import DROPS, GuardConfig, ReferenceRun
 from mantissa.guard.log import GuardSettings
 from mantissa.guard.rules import GATE, RULES, Decision, Guard, Rule, noteworthy
 from mantissa.mismatch.tables import ALL_METRICS, Metric
+from mantissa.runs.health import expected_in, metric_of
 
 _NO_LOSS = "no data: no row has train/loss"
 
@@ -33,7 +34,8 @@ def guard_of(folder: Path, change: Callable[[Plain], Plain], reference: Path | N
     if settings is None:
         if (folder / "guard.jsonl").exists():
             raise MantissaError(f"{folder} has a guard.jsonl and no guard.json; restore it, or delete guard.jsonl")
-        gates = {metric.name: metric.healthy for metric in ALL_METRICS if metric.gated}
+        expected = expected_in(folder)
+        gates = {metric.name: metric_of(metric.name, expected).healthy for metric in ALL_METRICS if metric.gated}
         settings, source = GuardSettings(GuardConfig(gates=gates)), "no guard.json, so the default settings"
         foreign = "the run was not guarded: there is no log to compare with"
     else:

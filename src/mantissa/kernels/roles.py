@@ -113,7 +113,8 @@ def resolve(
     why = "weights and Adam moments: one step at lr 1e-6 is below half a bf16 or fp16 ulp"
     master = ResolvedRole("master", "fp32", FP32, "native", why)
     if policy.logits == "fp32":
-        why = "half operands, fp32 result, fp32 log-softmax, the same on both sides"
+        operands = "fp32" if learner.active is FP32 and rollout.active is FP32 else "half"
+        why = f"{operands} operands, fp32 result, fp32 log-softmax, the same on both sides"
     else:
         why = f"asked for: logits are rounded to {policy.logits} on both sides before the fp32 log-softmax"
     logits = ResolvedRole("logits", policy.logits, format_named(policy.logits), rollout.backend, why)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any, get_args
 
 from mantissa.base.errors import MantissaError
@@ -34,8 +35,8 @@ from mantissa.launch.facts import (
     short,
 )
 from mantissa.launch.scripts import Override, Words, read_overrides
-from mantissa.launch.settings import Answer, Role, Setting, roles_text, settings_text
-from mantissa.launch.verl_tree import Tree, as_yaml, groups, refusals
+from mantissa.launch.settings import Answer, Role, Setting, State, roles_text, settings_text
+from mantissa.launch.verl_tree import Tree, as_yaml, defaults, groups, nearest, not_at_default, tree
 
 _SHORT = {"float16": "fp16", "half": "fp16", "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16", "float32": "fp32",
           "float": "fp32", "fp32": "fp32"}  # fmt: skip
@@ -45,10 +46,14 @@ _ABOUT_PRECISION = re.compile(
     r"|half\b|veto|rollout_correction|grad_clip|clip_grad|qat|mbridge\b|^trainer\.gate$)"
 )
 _ENTRIES = ("verl.trainer.main_ppo",)
+_MODULES = {"main_ppo": _ENTRIES[0]}  # by the name that hydra gives a job
 _CONFIGS = ("ppo_trainer", "ppo_megatron_trainer")
 _PARTS = {"actor.": "learner", "ref.": "reference", "rollout.": "rollout", "algorithm.": "correction"}
+_OF_LEARNER = ("loss scaling", "gradients", "masters", "logits", "gap")
 _SECTION = "actor.fsdp_config.mixed_precision"
 _GATE = "trainer.gate"
+_ALIKE = 0.9  # difflib's ratio, from which a key is taken for a misspelt one
+_ADDED = re.compile(r"\+{1,2}([\w.@/-]+)=")
 _IN_RUNTIME_ENV = "+ray_kwargs.ray_init.runtime_env.env_vars."
 _CASTING = {
     "delta_sharded": "weights are cast to bf16, and vLLM takes the delta in bf16 only",
@@ -60,7 +65,8 @@ _CASTING = {
 @dataclass(frozen=True)
 class Report(Answer):
     """The answer for verl. ``meant``: the overrides still missing for the format that settings without effect name.
-    ``refused``: overrides of anything for which hydra ends the job; ``foreign``: keys among them of no verl known here.
+    ``refused``: overrides of anything for which hydra ends the job; ``foreign``: keys among them of no verl known here;
+    ``fork``: they are so many, or so far from any key, that the configuration is another program's.
     """
 
     version: Version
@@ -71,25 +77,38 @@ class Report(Answer):
     meant: tuple[str, ...]
     refused: tuple[Setting, ...] = ()
     foreign: tuple[str, ...] = ()
+    fork: bool = False
+
+    @property
+    def state(self) -> State:
+        """As of any answer; ``wrong`` where hydra ends the job, whatever the setting was about."""
+        if self.fork:
+            return "unknown"
+        return "wrong" if self.refused else super().state
 
     @property
     def text(self) -> str:
         """What ``mantissa check`` prints."""
         lines = [f"verl {self.version}, {self.engine} learner, {self.rollout} rollout"]
         lines += [f"  taken for granted: {said}" for said in self.assumed]
-        if self.refused:
+        if self.fork:
+            lines += ["", f"a fork of verl's, or a version before {VERSIONS[0]}: no verl known here has"]
+            lines += [*(f"  {key}" for key in self.foreign), "  so what runs is not known, and nothing is refused"]
+        elif self.refused:
             count = len(self.refused)
             lines += ["", f"this will not start: hydra refuses {count} override{'s' if count > 1 else ''}"]
             lines += [f"  {each.given}\n      {each.why}" for each in self.refused]
-        if self.foreign:
+        if self.foreign and not self.fork:
             lines += [f"  no verl known here has {', '.join(self.foreign)}: a fork's, or another version's"]
         lines += settings_text({
-            "precision settings without effect": [each for each in self.wrong if each.verdict != "unknown"],
+            "refused before the job has a worker": self.that("refused"),
+            "precision settings without effect": [e for e in self.wrong if e.verdict not in ("unknown", "refused")],
             "what these do is not known": self.that("unknown"),
             "precision settings that take effect": self.that("takes effect"),
             "handed to another program as they are": self.that("handed on"),
         })  # fmt: skip
-        lines += [*roles_text(self.roles), "", "what is cast on the way", *(f"  {cast}" for cast in self.casts)]
+        lines += roles_text(self.roles)
+        lines += ["", "what is cast on the way", *(f"  {cast}" for cast in self.casts)] if self.casts else []
         if self.meant:
             lines += ["", "for the format that was asked for, in every role", *(f"  {one}" for one in self.meant)]
         if self.others:
@@ -101,11 +120,43 @@ def check_verl(arguments: Sequence[str], version: Version = "0.9.1") -> Report:
     """Say what overrides (or a shell script that holds them) do. Raises ``MantissaError`` where there is none."""
     words = read_overrides(arguments)
     words.overrides = {short(key): given for key, given in words.overrides.items()}
+    return _answer(words, version)
+
+
+def check_verl_job(
+    settings: Mapping[str, str], overrides: Sequence[str], entry: str, version: str | None = None
+) -> Report:
+    """Say what a job's whole configuration does. ``overrides``: as they were given to hydra, which took them;
+    ``entry``: the program that it was started by, or an empty text. ``version``: the one whose tree fits best."""
+    group = settings.get("model_engine", "dp")
+    known = version or nearest(settings, group)
+    if known not in VERSIONS:
+        raise MantissaError(f"verl {known}: expected one of {', '.join(VERSIONS)}")
+    changed = not_at_default(settings, known, group)
+    added = {_ADDED.match(each)[1] for each in overrides if _ADDED.match(each)}  # type: ignore[index]
+    known_tree = tree(known, group if group in groups(known) else "dp")
+    words = Words(
+        {short(key): Override(key, value, "++") for key, value in changed.items()},
+        saved={short(key): value for key, value in settings.items()},
+        modules=[_MODULES.get(entry, entry)] if entry else [],
+    )
+    strange = [key for key in changed if not known_tree.may_have(key) and key not in added and short(key) not in FACTS]
+    words.strangers = list(_in_no_tree(strange))
+    found = _answer(words, known)
+    return replace(found, settings=tuple(replace(each, given=replace(each.given, mark="")) for each in found.settings))
+
+
+def _answer(words: Words, version: Version) -> Report:
     engine, rollout, assumed, strange = _engines(words)
     foreign = _foreign(words)
     assumed += foreign
-    refused = [] if foreign else _refused(words, engine, version)
+    leaves = defaults(version, _group(words, engine, version))
+    job = Tree(leaves | {full(key): value for key, value in words.saved.items()})
+    refused = _refused(words, job) if not foreign else []
     refusal = {short(each.given.key): each for each in refused}
+    of_no_verl = _of_no_verl(refused) or tuple(words.strangers)
+    if fork := _is_fork(of_no_verl):
+        strange |= dict.fromkeys(_PARTS.values(), of_no_verl[0])
     about = [
         given
         for key, given in words.overrides.items()
@@ -119,17 +170,34 @@ def check_verl(arguments: Sequence[str], version: Version = "0.9.1") -> Report:
     good = {
         short(s.given.key): s.given.value for s in judged if s.verdict == "takes effect" and s.given.value != "null"
     }
+    ours = {key: each for key, each in _by_the_plugin(words, job).items() if key not in refusal}
+    judged = [*(each for each in judged if short(each.given.key) not in ours), *ours.values()]
     settings = (*judged, *_variables(words, good, rollout))
-    roles, casts = _known(_roles(words, good, engine, rollout), settings, strange), _casts(words, good, engine)
-    meant, others = _meant(settings, good, engine), len(words.overrides) - len(about)
+    roles, casts = (
+        _known(_roles(words, good, engine, rollout, version), settings, strange),
+        [] if fork else _casts(words, good, engine),
+    )
+    meant, others = _meant(settings, good, engine), len(words.overrides.keys() - {short(s.given.key) for s in judged})
     return Report(settings, tuple(roles), others, version, engine, rollout, tuple(assumed), tuple(casts), tuple(meant),
-                  tuple(refused), _of_no_verl(refused))  # fmt: skip
+                  tuple(refused), of_no_verl, fork)  # fmt: skip
 
 
-def _refused(words: Words, engine: Engine, version: Version) -> list[Setting]:
-    """Every override for which hydra ends the job."""
-    whys = refusals(version, _group(words, engine, version), words.order)
+def _refused(words: Words, job: Tree) -> list[Setting]:
+    """Every override for which hydra ends the job; ``job`` has the others in it then."""
+    whys = [job.apply(each) for each in words.order]
     return [Setting(each, "refused by hydra", why) for each, why in zip(words.order, whys, strict=True) if why]
+
+
+def _by_the_plugin(words: Words, job: Tree) -> dict[str, Setting]:
+    """By key, what the plugin's engines and rollout end the job at before it has a worker: of what is set, and of what
+    is not and has such a default."""
+    from mantissa.verl.refusals import refused
+
+    found = {each.key: each for each in refused(lambda key: job.value(full(key)))}
+    return {
+        key: Setting(words.overrides.get(key, Override(full(key), each.given)), "refused", f"{each.by}: {each.said}")
+        for key, each in found.items()
+    }
 
 
 def _group(words: Words, engine: Engine, version: Version) -> str:
@@ -138,14 +206,36 @@ def _group(words: Words, engine: Engine, version: Version) -> str:
 
 
 def _of_no_verl(refused: Sequence[Setting]) -> tuple[str, ...]:
-    missing = [each.given.key for each in refused if not each.given.mark]
-    trees = [Tree(version, group) for version in VERSIONS for group in groups(version)] if missing else []
-    return tuple(key for key in dict.fromkeys(missing) if not any(tree.has(key) for tree in trees))
+    known = {*FACTS, *(row.key for row in IGNORED)}
+    return _in_no_tree(
+        [each.given.key for each in refused if not each.given.mark and short(each.given.key) not in known]
+    )
+
+
+def _is_fork(foreign: Sequence[str]) -> bool:
+    """Whether keys of no verl are another program's, and no misspelling: two that are like none, or one in a section
+    that is like none."""
+    if not foreign:
+        return False
+    keys = {key for version in VERSIONS for group in groups(version) for key in defaults(version, group)}
+    sections = {key.rpartition(".")[0] for key in keys}
+    unlike = [key for key in foreign if not get_close_matches(key, keys, 1, _ALIKE)]
+    apart = [key for key in unlike if not get_close_matches(key.rpartition(".")[0], sections, 1, _ALIKE)]
+    return len(unlike) > 1 or bool(apart)
+
+
+def _in_no_tree(keys: Sequence[str]) -> tuple[str, ...]:
+    """The keys that no version has, with no model engine."""
+    trees = [tree(version, group) for version in VERSIONS for group in groups(version)] if keys else []
+    return tuple(key for key in dict.fromkeys(keys) if not any(each.has(key) for each in trees))
 
 
 def _foreign(words: Words) -> list[str]:
     """What starts the job where it is none of verl's trainers, whose keys and readers are another's."""
     name = (words.config_name or _CONFIGS[0]).removesuffix(".yaml")
+    if words.strangers:
+        some = ", ".join(words.strangers[:4]) + (" and others" if len(words.strangers) > 4 else "")
+        return [f"no verl known here has {some}: a fork's, or another version's"]
     found = [
         each for each in words.modules if each.startswith(("verl.", "recipe.")) or each.rpartition(".")[2][:4] == "main"
     ]
@@ -188,6 +278,7 @@ def _part(key: str) -> str:
 def _known(roles: Sequence[Role], settings: Sequence[Setting], strange: Mapping[str, str]) -> list[Role]:
     """The roles, one whose setting is not known said as such."""
     unread = {_part(short(s.given.key)): s.given.key for s in settings if s.verdict == "unknown"} | dict(strange)
+    unread |= {role: unread["learner"] for role in _OF_LEARNER if "learner" in unread}
     return [
         Role(role.name, f"not known ({unread[role.name]})", "a key about it was not understood")
         if role.name in unread else role for role in roles
@@ -202,7 +293,11 @@ def _variables(words: Words, good: dict[str, str], rollout: Rollout) -> Iterator
             continue
         value = job.get(row.name) or words.variables.get(row.name)
         reaches = row.name in job or not words.submitted
-        if value is None or not reaches:
+        if words.saved and value is None:
+            why = "not in the job's runtime_env; whether the shell set it no file of the job says. Without it "
+            why += row.without
+            yield Setting(Override(row.name, row.value), "unknown", why)
+        elif value is None or not reaches:
             instead = f"{_IN_RUNTIME_ENV}{row.name}='{row.value}'"
             yield Setting(Override(row.name, row.value), "missing", _why_missing(row, words), instead)
         elif value != row.value:
@@ -400,9 +495,9 @@ def _on(words: Words, key: str) -> bool:
     return (words.value(key) or "").lower() in ("true", "1", "yes", "on")
 
 
-def _roles(words: Words, good: dict[str, str], engine: Engine, rollout: Rollout) -> list[Role]:
+def _roles(words: Words, good: dict[str, str], engine: Engine, rollout: Rollout, version: Version) -> list[Role]:
     if engine == "mantissa":
-        return _roles_of_plugin(words, good)
+        return _roles_of_plugin(words, good, version)
     learner, why = _learner(good, "actor", engine)
     roles = [Role("learner", learner, why)]
     fp8 = good.get("actor.megatron.override_transformer_config.fp8")
@@ -425,11 +520,11 @@ def _roles(words: Words, good: dict[str, str], engine: Engine, rollout: Rollout)
     roles += _rounded_to_4_bits(good, engine, rollout)
     if learner != active:
         roles.append(Role("gap", f"{learner} learner, {active} rollout", "two roundings of one policy"))
-    roles.append(_correction(words, good))
+    roles.append(_correction(words, good, version))
     return roles
 
 
-def _roles_of_plugin(words: Words, good: dict[str, str]) -> list[Role]:
+def _roles_of_plugin(words: Words, good: dict[str, str], version: Version) -> list[Role]:
     """Of Mantissa's own learner and rollout, whose formats one policy says."""
     from mantissa.verl.engine_options import EngineOptions
 
@@ -453,7 +548,7 @@ def _roles_of_plugin(words: Words, good: dict[str, str]) -> list[Role]:
         Role("logits", policy.logits, "before the fp32 log-softmax"),
         Role("reference", reference if reads else "none", "in kernels as the learner's" if reads else "no KL is used"),
         Role("rollout", policy.rollout, f"{why}; kernels={policy.kernels}"),
-        _correction(words, good),
+        _correction(words, good, version),
     ]
 
 
@@ -495,9 +590,10 @@ def _master(good: dict[str, str], engine: Engine) -> list[Role]:
     return [Role("gradients", reduce, "reduced over ranks in it"), Role("masters", dtype, "model_dtype" + lost)]
 
 
-def _correction(words: Words, good: dict[str, str]) -> Role:
+def _correction(words: Words, good: dict[str, str], version: Version) -> Role:
     level = good.get("algorithm.rollout_correction.rollout_is", "null")
-    if (words.value("rollout.calculate_log_probs") or "").lower() == "false":
+    default = defaults(version, "dp")[full("rollout.calculate_log_probs")]  # false before 0.9
+    if (words.value("rollout.calculate_log_probs") or str(default)).lower() == "false":
         return Role("correction", "none", "rollout.calculate_log_probs=false: the gap is not even measured")
     if level in ("token", "sequence"):
         bound = words.value("algorithm.rollout_correction.rollout_is_threshold") or "2.0"

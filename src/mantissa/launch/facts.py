@@ -7,6 +7,7 @@ where they begin with ``actor.``, ``rollout.``, ``ref.`` or ``model.``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from mantissa.base.readers.json import read_json
 from mantissa.base.readers.yaml import read_shipped
+from mantissa.launch.verl_tree import tree
 
 Engine = Literal["fsdp", "fsdp2", "megatron", "mantissa_fsdp2", "mantissa"]
 Rollout = Literal["vllm", "sglang", "trtllm", "mantissa"]
@@ -46,20 +49,24 @@ class _Data(BaseModel):
 
 
 class _Row(_Data):
+    key: str
     engines: tuple[Engine, ...] = ENGINES
     rollouts: tuple[Rollout, ...] = ROLLOUTS
+    versions: tuple[Version, ...] = VERSIONS
+
+    @property
+    def new(self) -> bool:
+        """Whether the key is not in verl's tree, so that hydra wants ``+key=value``."""
+        return not tree(self.versions[-1], "megatron" if "megatron" in self.engines else "dp").has(full(self.key))
 
 
 class Fact(_Row):
-    """One key that somebody reads. ``new``: it is not in verl's tree, so hydra wants ``+key=value``."""
+    """One key that somebody reads."""
 
-    key: str
-    new: bool
     what: str
     read_in: str
     kind: Literal["precision", "handed", "other"] = "other"
     as_: str | None = Field(None, alias="as")
-    versions: tuple[Version, ...] = VERSIONS
     values: tuple[str, ...] = ()
     values_by: dict[str, tuple[str, ...]] = {}
     says: dict[str, str] = {}
@@ -78,8 +85,6 @@ class Fact(_Row):
 class Ignored(_Row):
     """A precision key that verl accepts and that the given engines do not read; ``instead`` is what they read."""
 
-    key: str
-    new: bool
     why: str
     instead: str = ""
 
@@ -106,18 +111,14 @@ def _facts(groups: list[dict[str, Any]]) -> Iterator[Fact]:
         for name, said in group["keys"].items():
             row = dict(zip(("what", "trap"), said, strict=True)) if isinstance(said, list) else said
             row = {"what": row} if isinstance(row, str) else row
-            yield Fact(**shared | row | _key(under + name))
-
-
-def _key(written: str) -> dict[str, Any]:
-    return {"key": written.removeprefix("+"), "new": written.startswith("+")}
+            yield Fact(**shared | row | {"key": under + name})
 
 
 def _ignored(rows: list[dict[str, Any]]) -> Iterator[Ignored]:
     for row in rows:
         for name in row.pop("names", [""]):
             texts = {column: row[column].replace("{name}", name) for column in ("key", "instead") if column in row}
-            yield Ignored(**row | texts | _key(texts["key"]))
+            yield Ignored(**row | texts)
 
 
 _TABLE = read_table("verl_keys.yaml")
@@ -136,6 +137,19 @@ def reader_of(key: str) -> str | None:
 
 
 # The other frameworks.
+
+_PRECISION_WORDS = re.compile(
+    r"(dtype|fp4|fp8|fp16|bf16|fp32|precision|logprob|log_prob|importance|is_correction|(\b|_)tis|off_policy|rejection"
+    r"|quant(?!ile)|(\b|_)qat|int4|kv_cache_dtype|decoupled|lm_head|autocast|temperature|(\b|_)(top_p|top_k|min_p)\b"
+    r"|\bamp|half|loss_scale)"
+)
+_SIZES = re.compile(r"(batch_size|chunk_size|mb_tokens|keep_top_k|offload|llm_args|(\b|_)(eval|val)\w*[._])")
+
+
+def about_precision(key: str) -> bool:
+    """Whether a key of any framework looks as if it were about precision, log-probs or sampling for what is learned."""
+    words = key.replace("-", "_")
+    return _PRECISION_WORDS.search(words) is not None and _SIZES.search(words) is None
 
 
 class Key(_Data):
@@ -190,6 +204,19 @@ class Framework(_Data):
     keys: dict[str, Key]
     rules: tuple[Rule, ...]
     roles: tuple[Part, ...]
+
+
+class Program(_Data):
+    """What a framework's own sources say of its options about precision: of each the type and the default, as text."""
+
+    version: str
+    keys: dict[str, tuple[str, str]]
+
+
+@cache
+def programs() -> dict[str, Program]:
+    """The options of each framework, by its name; written by ``make facts``."""
+    return {name: Program(**each) for name, each in read_json(Path(__file__).with_name("programs.json")).items()}
 
 
 @cache

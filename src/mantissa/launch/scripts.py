@@ -3,9 +3,9 @@
 A shell script's words are looked at: ``key=value``, ``--key value`` and ``--flag``, variables that it sets put in where
 they are used. For verl's own check what looks like an override (a dotted key, then ``=``) is one, wherever it stands,
 arrays included, and what the script gives to every node is read too. Of a Python script, the arguments of calls to a
-framework's configuration class, where they are constants or names of such (read by ``ast``). Of YAML, its tree. Of
-several files, and of a key given twice, the last counts; a configuration that a script names, or that another builds
-on, is read before it.
+framework's configuration class, where they are constants or names of such (read by ``ast``). Of YAML and TOML, its
+tree. Of several files, and of a key given twice, the last counts; a configuration that a script names, or that another
+builds on, is read before it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from typing import Any
 from mantissa.base.bounds import boundary, regular_file
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.limits import Limits
+from mantissa.base.readers.toml import read_toml
 from mantissa.base.readers.yaml import parse_yaml, read_yaml
+from mantissa.launch.models import model_settings
 
 _LARGEST = 400_000  # bytes of a script
 _MADE, _FILES = 16_000_000, 64  # that reading one command may make, and read
+_CONFIGS = (".yaml", ".yml", ".json", ".toml")
 _BASES = 8  # configurations that build on one another
 _CONFIG = Limits(400_000, 2_000, 20_000)
 _PAIR = re.compile(r"(?:--)?(\+\+|\+|~)?([A-Za-z_][\w/@-]*(?:\.[\w@/-]+)*)=(.*)", re.S)
@@ -67,7 +70,8 @@ class Budget:
 class Given:
     """``settings``: key to value, as text (true, false and null so, in any language). ``words``: of command lines, and
     the classes that a Python script calls. ``notes``: what was not read. ``partial``: it builds on a configuration that
-    was not read, so what is not given is not known. ``shell``: shell scripts among the files.
+    was not read, so what is not given is not known. ``shell``: shell scripts among the files. ``asked``: of a whole
+    configuration that a framework saved, the keys that are not at their default, which alone are judged.
     """
 
     settings: dict[str, str] = field(default_factory=dict)
@@ -76,6 +80,7 @@ class Given:
     partial: bool = False
     shell: list[Path] = field(default_factory=list)
     budget: Budget = field(default_factory=Budget)
+    asked: frozenset[str] | None = None
 
     def has(self, key: str) -> bool:
         """Whether the key, or one below it, is given."""
@@ -117,8 +122,8 @@ def _read_file(path: Path, found: Given, classes: Sequence[str]) -> None:
         raise MantissaError(
             f"{path}: {path.stat().st_size:,} bytes; a script or configuration has at most {_LARGEST:,}"
         )
-    if path.suffix in (".yaml", ".yml", ".json"):
-        _read_config(path, found)
+    if path.suffix in _CONFIGS:
+        read_config(path, found)
     elif path.suffix == ".py":
         _read_python(path, found, classes)
     else:
@@ -126,14 +131,16 @@ def _read_file(path: Path, found: Given, classes: Sequence[str]) -> None:
         _read_shell(path, found)
 
 
-def _read_config(path: Path, found: Given, inside: tuple[Path, ...] = ()) -> None:
-    """``inside``: the files that build on this one, which is read before them."""
+def read_config(path: Path, found: Given, inside: tuple[Path, ...] = ()) -> None:
+    """The leaves of a configuration, put into ``found``; W&B's without what it puts around each value. ``inside``: the
+    files that build on this one, which is read before them. ``MantissaError`` for what is no configuration."""
     found.budget.spend("files")
-    tree = read_yaml(path, _CONFIG)
+    tree = read_toml(path, _CONFIG) if path.suffix == ".toml" else read_yaml(path, _CONFIG)
     if not isinstance(tree, Mapping):
         raise MantissaError(
             f"{path}: expected keys and values, got {'nothing' if tree is None else type(tree).__name__}"
         )
+    tree = _unwrapped(tree)
     bases = tree.get("defaults") or []
     for base in bases if isinstance(bases, list) else [bases]:
         below = path.parent / base if isinstance(base, str) and base.endswith((".yaml", ".yml")) else None
@@ -142,17 +149,27 @@ def _read_config(path: Path, found: Given, inside: tuple[Path, ...] = ()) -> Non
                 found.partial = True
                 found.notes.append(f"{path.name} builds on {plain(base)}, which was not read")
         else:
-            _read_config(below, found, (path, *inside))
-    found.settings |= {key: value for key, value in _leaves(tree) if key.partition(".")[0] != "defaults"}
+            read_config(below, found, (path, *inside))
+    found.settings |= {key: value for key, value in leaves(tree) if key.partition(".")[0] != "defaults"}
 
 
-def _leaves(tree: Mapping[Any, Any], under: str = "") -> Iterator[tuple[str, str]]:
+def _unwrapped(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """W&B's configuration has every value below ``value``, and keys of its own."""
+    own = {name: value for name, value in tree.items() if name not in ("_wandb", "wandb_version")}
+    if not own or not all(isinstance(value, Mapping) and {"value"} <= set(value) <= {"value", "desc"}
+                          for value in own.values()):  # fmt: skip
+        return tree
+    return {name: value["value"] for name, value in own.items()}
+
+
+def leaves(tree: Mapping[Any, Any], under: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted key and value, as text, of everything in a tree that holds nothing below it."""
     for name, value in tree.items():
         if value is _UNKNOWN:
             continue
         key = f"{under}{name}"
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, key + ".")
+            yield from leaves(value, key + ".")
         else:
             yield key, plain(value)
 
@@ -185,8 +202,8 @@ def _read_shell(path: Path, found: Given, inside: tuple[Path, ...] = ()) -> None
     named = list(itertools.pairwise([*words, ""]))
     for before, word in itertools.pairwise(["", *words]):
         if word.endswith(".sh") and before in _CALLS and word != path.name:
-            beside = path.parent / Path(word).name
-            if regular_file(beside) and beside not in (path, *inside) and len(inside) < _BASES:
+            beside = _beside(path, word)
+            if beside is not None and beside not in (path, *inside) and len(inside) < _BASES:
                 _read_shell(beside, found, (path, *inside))
             else:
                 found.partial = True
@@ -195,9 +212,9 @@ def _read_shell(path: Path, found: Given, inside: tuple[Path, ...] = ()) -> None
         option, equals, value = word.lstrip("-").partition("=")
         if word.startswith("--") and option in _NAMES_A_CONFIG:
             beside = path.parent / (value if equals else following)
-            if beside.suffix in (".yaml", ".yml") and beside.is_file():
-                _read_config(beside, found)
-            elif beside.suffix in (".yaml", ".yml"):
+            if beside.suffix in _CONFIGS and beside.is_file():
+                read_config(beside, found)
+            elif beside.suffix in _CONFIGS:
                 found.partial = True
                 found.notes.append(f"{beside.name}, which {path.name} names, was not found beside it")
     for word, following in named:
@@ -208,6 +225,15 @@ def _read_shell(path: Path, found: Given, inside: tuple[Path, ...] = ()) -> None
         elif flag := _FLAG.fullmatch(word):
             given = bool(following) and not following.startswith("-") and not _is_command(following)
             found.settings[flag[1]] = plain(following) if given else "true"
+
+
+def _beside(path: Path, word: str) -> Path | None:
+    """The script that another names: beside it, or below its folder where the folder is a variable's."""
+    named = re.sub(r"^(.*[)}]|\$[^/]*)/", "", word)
+    below = [Path(named)] if ".." not in Path(named).parts and not Path(named).is_absolute() else []
+    return next(
+        (path.parent / each for each in (*below, Path(Path(word).name)) if regular_file(path.parent / each)), None
+    )
 
 
 def _is_command(word: str) -> bool:
@@ -228,6 +254,8 @@ def _read_python(path: Path, found: Given, classes: Sequence[str]) -> None:
         if isinstance(node, ast.Call) and called in classes:
             found.words.append(called)
             _keywords(node.keywords, "", constants, found, called)
+    if found.words:
+        found.settings |= model_settings(tree, lambda node: _text(_constant(node, constants)))
     parsed = [name.id for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node.func) in _PARSERS
               for name in ast.walk(node) if isinstance(name, ast.Name) and name.id in classes]  # fmt: skip
     if parsed and not any(word in parsed for word in found.words):
@@ -235,6 +263,10 @@ def _read_python(path: Path, found: Given, classes: Sequence[str]) -> None:
         found.partial = True
         found.notes.append(f"{path.name} takes {parsed[0]} from its command line: give that too, as KEY=VALUE or as "
                            "the shell script or YAML that it stands in")  # fmt: skip
+
+
+def _text(value: Any) -> str | None:
+    return plain(value) if isinstance(value, str) else None
 
 
 def _called(function: ast.expr) -> str:
@@ -245,9 +277,9 @@ def _keywords(given: list[ast.keyword], under: str, constants: dict[str, Any], f
     for keyword in given:
         value = _bounded(_constant(keyword.value, constants), found.budget)
         if keyword.arg is None and isinstance(value, dict):
-            found.settings |= dict(_leaves(value, under))
+            found.settings |= dict(leaves(value, under))
         elif isinstance(value, dict) and value:
-            found.settings |= dict(_leaves(value, f"{under}{keyword.arg}."))
+            found.settings |= dict(leaves(value, f"{under}{keyword.arg}."))
         elif value is _UNKNOWN:
             found.notes.append(f"{whose}({keyword.arg or '**'}=...) is no constant, and was not read")
         else:
@@ -334,10 +366,13 @@ class Words:
     order: list[Override] = field(default_factory=list)  # every override as it stands, ``~`` too
     modules: list[str] = field(default_factory=list)  # what ``python -m`` starts
     branches: bool = False  # a script with ``if`` or ``case``, of which every branch is read
+    saved: dict[str, str] = field(default_factory=dict)  # a job's whole configuration, by the table's keys
+    strangers: list[str] = field(default_factory=list)  # keys that no verl known here has
 
     def value(self, key: str) -> str | None:
         """The value given for a key, or None."""
-        return self.overrides[key].value if key in self.overrides else None
+        saved = self.saved.get(key)
+        return self.overrides[key].value if key in self.overrides else None if saved == "null" else saved
 
 
 def read_overrides(arguments: Sequence[str]) -> Words:

@@ -1,5 +1,5 @@
-"""What a check says of settings; and what settings of precision, log-probs and correction do in TRL, OpenRLHF, NeMo-RL,
-SkyRL and AReaL.
+"""What a check says of settings; and what settings of precision, log-probs and correction do in other frameworks than
+verl.
 
 The facts are data (``facts.py``); here is what is done with them. What is verl's alone is in ``check.py``.
 """
@@ -9,21 +9,21 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
 
 from mantissa.base.errors import MantissaError
-from mantissa.launch.facts import Framework, Key, Part, Rule, Verdict, frameworks
+from mantissa.launch.facts import Framework, Key, Part, Rule, Verdict, about_precision, frameworks, programs
 from mantissa.launch.scripts import Given, Override, read_given
 
 _SAME = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
-_ABOUT = re.compile(
-    r"(dtype|fp8|fp16|bf16|fp32|precision|logprob|log_prob|importance|is_correction|_tis|off_policy|rejection|quant"
-    r"|kv_cache_dtype|decoupled|lm_head|autocast|temperature|top_p|top_k|min_p|\bamp|half)"
-)
-_FORMAT = re.compile(r"(dtype|fp8|fp16|bf16|quant|precision|\bamp|half)")
+_FORMAT = re.compile(r"(dtype|fp4|fp8|fp16|bf16|quant(?!ile)|precision|\bamp|half)")
+_OTHER_MODELS = re.compile(r"(^|[._-])(teacher|critic|value|reward|ref|draft|policy_distillation)([._-]|$)")
 _SAMPLES = re.compile(r"(rollout|vllm|sglang|generat|inference|sampl)")
 _UNKNOWN = "not known"  # what a configuration says that was not read
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _DONE = ("takes effect", "handed on")
+State = Literal["good", "wrong", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,21 @@ class Answer:
     others: int
 
     @property
+    def text(self) -> str:
+        """What ``mantissa check`` prints of it."""
+        raise NotImplementedError
+
+    @property
     def wrong(self) -> list[Setting]:
         """Settings that do not do what they say, or hurt, and those that are missing."""
         return [setting for setting in self.settings if setting.verdict not in _DONE]
+
+    @property
+    def state(self) -> State:
+        """``wrong`` where a setting does not do what it says, ``unknown`` where that is not known of one."""
+        if any(setting.verdict != "unknown" for setting in self.wrong):
+            return "wrong"
+        return "unknown" if self.wrong else "good"
 
     def that(self, verdict: Verdict) -> list[Setting]:
         """The settings of one verdict."""
@@ -96,6 +108,12 @@ class Checked(Answer):
     notes: tuple[str, ...]
 
     @property
+    def state(self) -> State:
+        """As of any answer; ``unknown`` for keys that are not in the table too."""
+        found = super().state
+        return "unknown" if found == "good" and self.unknown else found
+
+    @property
     def text(self) -> str:
         """What ``mantissa check`` prints."""
         framework = frameworks()[self.name]
@@ -107,15 +125,27 @@ class Checked(Answer):
         })  # fmt: skip
         lines += roles_text(self.roles)
         if self.unknown:
-            lines += ["", f"not in the table, so nothing is said of: {', '.join(self.unknown)}"]
+            lines += ["", "what these do is not known", *(f"  {key}  ({self._of(key)})" for key in self.unknown)]
         if self.others:
             one = self.others == 1
             lines += ["", f"{self.others} other setting{' is' if one else 's are'} not about precision"]
         return "\n".join(lines)
 
+    def _of(self, key: str) -> str:
+        """What the program's own sources say of a key that the table has not."""
+        program = programs()[self.name]
+        if key not in program.keys:
+            return f"no option that {self.name} {program.version} itself defines"
+        kind, default = program.keys[key]
+        return f"{self.name} has it: {kind}, by default {default}"
+
     @property
     def _headline(self) -> str:
         count = len(self.wrong)
+        if not count and self.unknown:
+            return (
+                f"what {len(self.unknown)} setting{'s' if len(self.unknown) > 1 else ''} of precision does is not known"
+            )
         if not count:
             return "every setting of precision, log-probs and correction that is known here does what it says"
         kinds = ", ".join(dict.fromkeys(each.verdict for each in self.wrong))
@@ -124,9 +154,10 @@ class Checked(Answer):
 
 def told(given: Given, names: Sequence[str]) -> str | None:
     """Whose the settings are, among ``names``: by command words and classes, then by keys that only it has."""
+    words = [*given.words, *map(" ".join, pairwise(given.words))]
     for name in names:
         known = frameworks()[name].known_by
-        if any(word == each or word.startswith(each + ".") for word in given.words for each in known.words):
+        if any(word == each or word.startswith(each + ".") for word in words for each in known.words):
             return name
         if any(word in known.classes for word in given.words):
             return name
@@ -147,24 +178,52 @@ def check_settings(given: Given, name: str) -> Checked:
     framework = frameworks()[name]
     keys = {*framework.keys, *given.settings, *(key for rule in framework.rules for key in (*rule.when, *rule.differ))}
     values = {key: _value(key, given, framework) for key in keys}
-    settings = [found for key in given.settings if (found := _judged(key, given, framework, values)) is not None]
+    asked = [key for key in given.settings if given.asked is None or key in given.asked]
+    settings = [found for key in asked if (found := _judged(key, given, framework, values)) is not None]
     settings += [
         Setting(Override(key, "null"), "missing", rule.why, rule.instead, rule.read)
         for rule in framework.rules if rule.verdict == "missing" and _holds(rule, values)
-        for key in rule.about if not given.has(key) and not given.partial
+        for key in rule.about if not _given(key, given)
     ]  # fmt: skip
     known = {each.given.key for each in settings}
-    unknown = tuple(key for key in given.settings if key not in known and _ABOUT.search(key))
+    unknown = tuple(
+        key for key in asked if key not in known and about_precision(key) and not _by_itself(key, given, name)
+    )
     roles = tuple(Role(part.name, _unread(part.name, unknown) or _role(part, values)) for part in framework.roles)
-    others = len(given.settings) - len([key for key in given.settings if key in known]) - len(unknown)
+    others = len(asked) - len([key for key in asked if key in known]) - len(unknown)
     return Checked(tuple(settings), roles, others, name, unknown, tuple(dict.fromkeys(given.notes)))
+
+
+def not_at_default(given: Given, name: str) -> frozenset[str]:
+    """The keys of a whole configuration that say something else than the framework does by itself."""
+    framework = frameworks()[name]
+    values = {key: _value(key, given, framework) for key in {*framework.keys, *given.settings}}
+    return frozenset(
+        key for key, value in given.settings.items()
+        if not (_says_nothing(value, framework.keys[key], values) if key in framework.keys
+                else _by_itself(key, given, name))
+    )  # fmt: skip
+
+
+def _by_itself(key: str, given: Given, name: str) -> bool:
+    """Whether a key that the table has not says what the program does by itself, as its sources have it."""
+    known = programs()[name].keys.get(key)
+    return known is not None and same(given.settings[key], known[1])
+
+
+def _given(key: str, given: Given) -> bool:
+    """Whether a key, or one below it, was given, or may have been where it was not read."""
+    if given.asked is not None:
+        return any(each == key or each.startswith(key + ".") for each in given.asked)
+    return given.partial or given.has(key)
 
 
 def _unread(role: str, unknown: Sequence[str]) -> str:
     """That a role's format is not known, where a key about it is not; empty for the other roles."""
     if role not in ("learner", "rollout"):
         return ""
-    about = [key for key in unknown if _FORMAT.search(key) and bool(_SAMPLES.search(key)) == (role == "rollout")]
+    about = [key for key in unknown if _FORMAT.search(key) and not _OTHER_MODELS.search(key)
+             and bool(_SAMPLES.search(key)) == (role == "rollout")]  # fmt: skip
     return f"{_UNKNOWN} ({', '.join(about)})" if about else ""
 
 
@@ -182,7 +241,7 @@ def _judged(key: str, given: Given, framework: Framework, values: Mapping[str, s
     fact = framework.keys.get(covers[0])
     if fact is None:
         return None
-    if fact.values and value != "null" and "$" not in value and not any(_same(value, each) for each in fact.values):
+    if fact.values and value != "null" and "$" not in value and not any(same(value, each) for each in fact.values):
         return Setting(written, "wrong value", f"expected one of {', '.join(fact.values)}", read=fact.read)
     return Setting(written, "takes effect", fact.what, read=fact.read)
 
@@ -191,7 +250,7 @@ def _says_nothing(value: str, fact: Key | None, values: Mapping[str, str]) -> bo
     """Whether a setting would change nothing if it were read."""
     default = "null" if fact is None else fact.default
     named = _REFERENCE.fullmatch(default)
-    return value == "null" or _same(value, values.get(named[1], "null") if named else default)
+    return value == "null" or same(value, values.get(named[1], "null") if named else default)
 
 
 def _above(key: str) -> list[str]:
@@ -213,10 +272,10 @@ def _value(key: str, given: Given, framework: Framework) -> str:
                  if each.startswith(key + ".")]  # fmt: skip
         if below:
             return ", ".join(below)
-        if given.partial:
-            return _UNKNOWN
         default = framework.keys[key].default if key in framework.keys else "null"
         named = _REFERENCE.fullmatch(default)
+        if given.partial and (named is None or given.asked is None):
+            return _UNKNOWN
         if named is None:
             return default
         key = named[1]
@@ -241,11 +300,12 @@ def _fits(value: str, wanted: str) -> bool:
     if wanted == "unset":
         return value == "null"
     if wanted.startswith("not "):
-        return value != "null" and not _same(value, wanted.removeprefix("not "))
-    return _same(value, wanted)
+        return value != "null" and not same(value, wanted.removeprefix("not "))
+    return same(value, wanted)
 
 
-def _same(value: str, other: str) -> bool:
+def same(value: str, other: str) -> bool:
+    """Whether two values are one: numbers by value, formats by any of their names."""
     return _normal(value) == _normal(other)
 
 
@@ -269,7 +329,7 @@ def _role(part: Part, values: Mapping[str, str]) -> str:
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:
-    return re.sub(r"\{([\w.]+)\}", lambda match: values.get(match[1], "null"), text)
+    return re.sub(r"\{([\w.-]+)\}", lambda match: values.get(match[1], "null"), text)
 
 
 def whose(given: Given, named: str | None) -> str:

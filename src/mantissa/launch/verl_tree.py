@@ -9,7 +9,7 @@ that it is not, or is null (a dictionary or list is merged wherever it is put), 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.json import read_json
 from mantissa.base.readers.yaml import parse_yaml
-from mantissa.launch.scripts import Override
+from mantissa.launch.scripts import Override, plain
 
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(\.*)([\w.]+)(?:,(.*))?\}")
 _COLON = re.compile(r":(?=[^\s])")
@@ -59,34 +59,67 @@ def hydra_value(text: str) -> Any:
         return {} if text.startswith("{") else []
 
 
-class Tree:
-    """verl's configuration, to which overrides are applied in their order."""
+def _and_above(key: str) -> list[str]:
+    """The key, the section that it is in, the section of that, and so on."""
+    return [key.rsplit(".", count)[0] for count in range(key.count(".") + 1)]
 
-    def __init__(self, version: str, group: str) -> None:
+
+def _refers(value: object) -> bool:
+    return isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
+
+
+class Tree:
+    """A configuration of verl's by its leaves, to which overrides are applied in their order."""
+
+    def __init__(self, leaves: Mapping[str, Any]) -> None:
         self._root: dict[str, Any] = {}
-        for key, value in defaults(version, group).items():
+        for key, value in leaves.items():
             self._put(key, dict(value) if isinstance(value, dict) else value)
 
     def has(self, key: str) -> bool:
         """Whether the key, or one below it, is there."""
         return self._node(key) is not _NOTHING
 
+    def may_have(self, key: str) -> bool:
+        """Whether the key is there, or stands below one that is null, empty or a reference: put there, it is no
+        stranger."""
+        nodes = [self._node(each) for each in _and_above(key)[1:]]
+        found = next((node for node in nodes if node is not _NOTHING), self._root)
+        return self.has(key) or not isinstance(found, dict) or not found
+
     def is_null(self, key: str) -> bool:
         """Whether hydra finds nothing there: no such key, null, or a reference to null."""
-        return self._nothing(self._node(key), key, _DEEPEST)
+        return self.resolved(key, self._node(key)) is None
 
-    def _nothing(self, value: Any, key: str, left: int) -> bool:
-        """Whether a value that stands at ``key`` is null, references followed ``left`` deep."""
+    def value(self, key: str) -> Any:
+        """What stands at the key, references followed; None where nothing does, or a reference that is not known."""
+        return self._followed(self._root, key.split("."), [], _DEEPEST)
+
+    def _followed(self, node: Any, path: list[str], at: list[str], left: int) -> Any:
+        """What stands at ``path`` below ``node``, which stands at ``at``, references on the way followed too."""
+        found = _REFERENCE.fullmatch(node) if isinstance(node, str) else None
+        if found is not None and left:
+            up, name, default = found.groups()
+            other = [*at[: -len(up)], *name.split(".")] if up else name.split(".")
+            followed = self._followed(self._root, [*other, *path], [], left - 1)
+            return hydra_value(default.strip()) if followed is None and default and not path else followed
+        if not path:
+            return None if found or node in ("???", "null", "None") else node
+        inner = node.get(path[0], _NOTHING) if isinstance(node, dict) else _NOTHING
+        return None if inner is _NOTHING else self._followed(inner, path[1:], [*at, path[0]], left)
+
+    def resolved(self, key: str, value: Any, left: int = _DEEPEST) -> Any:
+        """What a value that stands at ``key`` comes to, references followed ``left`` deep; None where it is nothing."""
         if value is _NOTHING or value is None or value in ("???", "null", "None"):
-            return True
+            return None
         found = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
         if found is None or not left:
-            return False
+            return value
         up, name, default = found.groups()
         above = ".".join(key.split(".")[: -len(up)]) if up else ""
         other = f"{above}.{name}" if above else name
-        nothing = self._nothing(self._node(other), other, left - 1)
-        return nothing and (default is None or self._nothing(default.strip(), key, left - 1))
+        inner = self.resolved(other, self._node(other), left - 1)
+        return inner if inner is not None or default is None else self.resolved(key, default.strip(), left - 1)
 
     def apply(self, given: Override) -> str:
         """Apply one override. Returns why hydra refuses it, which leaves all as it was; empty where it does not."""
@@ -138,7 +171,48 @@ class Tree:
         (self._node(above) if above else self._root).pop(last)
 
 
+@cache
+def tree(version: str, group: str) -> Tree:
+    """A version's own tree where ``model_engine`` is ``group``: to be looked at, and left as it is."""
+    return Tree(defaults(version, group))
+
+
+def not_at_default(settings: Mapping[str, str], version: str, group: str) -> dict[str, str]:
+    """The leaves of a whole configuration, as text, that say something else than this version does by itself."""
+    known = defaults(version, group if group in groups(version) else "dp")
+    own = Tree(settings)
+
+    def default(key: str) -> Any:
+        """What a key would come to here, where the version has it or refers to a section that has it."""
+        above = next((each for each in _and_above(key) if each in known), None)
+        if above is None or (above != key and not _refers(known[above])):
+            return _NOTHING
+        node = own.resolved(above, known[above])
+        for part in key.removeprefix(above).split(".")[1:]:
+            node = node.get(part, _NOTHING) if isinstance(node, dict) else _NOTHING
+        return node
+
+    def differs(key: str, value: str) -> bool:
+        expected = default(key)
+        return expected is _NOTHING or plain(own.resolved(key, value)) != plain(own.resolved(key, expected))
+
+    return {key: value for key, value in settings.items() if differs(key, value)}
+
+
+def nearest(settings: Mapping[str, str], group: str) -> str:
+    """The version whose tree has the keys of a whole configuration, as far as any has; of several the newest."""
+
+    own = Tree(settings)
+
+    def strange(version: str) -> int:
+        group_ = group if group in groups(version) else "dp"
+        strangers = sum(not tree(version, group_).may_have(key) for key in settings)
+        return strangers + sum(not own.may_have(key) for key in defaults(version, group_))
+
+    return min(reversed(list(_trees())), key=strange)
+
+
 def refusals(version: str, group: str, overrides: Sequence[Override]) -> list[str]:
     """Of each override, in their order, why hydra refuses it; empty where it takes it."""
-    tree = Tree(version, group)
-    return [tree.apply(given) for given in overrides]
+    applied = Tree(defaults(version, group))
+    return [applied.apply(given) for given in overrides]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mantissa.base.bounds import outside
+from mantissa.mismatch.usual import USUAL, usual
 
 
 @dataclass(frozen=True)
@@ -48,21 +49,22 @@ class Metric:
 BAND = (0.9, 1.1)  # of r, beyond which ``gap/fraction_outside`` counts a token
 CLIP = 0.2  # PPO's
 _VERL = "range: rollout-correction guide of verl"
+K3 = "gap/k3_kl"  # what a gap's size is judged by, in whatever formats (usual.py)
+_BY_FORMAT = ", ".join(f"{name} {each.k3:.2g}" for name, each in USUAL.items())
 
 GAP_METRICS: tuple[Metric, ...] = (
     Metric("gap/kl", "mean_t(logp_rollout - logp_learner), the k1 estimate of KL(rollout || learner)", "nats/token",
-           (-0.1, 0.1), f"Schulman 2020, k1; {_VERL}"),
-    Metric("gap/k3_kl", "mean_t(r - 1 - log r)", "nats/token", (None, 0.015),
-           "Schulman 2020, k3; range: gate for a new model in public suites (5e-4 where one is held nightly)"),
-    Metric("gap/abs_logp_diff_mean", "mean_t|log r|", "nats", (None, 0.0488),
-           "range: log 1.05, which a mean multiplicative error mean_t exp|log r| below 1.05 implies"),
+           source="Schulman 2020, k1"),
+    Metric(K3, "mean_t(r - 1 - log r)", "nats/token", (None, usual(()).k3),
+           f"Schulman 2020, k3; range: bf16's, other formats have their own ({_BY_FORMAT})"),
+    Metric("gap/abs_logp_diff_mean", "mean_t|log r|", "nats"),
     Metric("gap/abs_logp_diff_max", "max_t|log r|", "nats"),
     Metric("gap/prob_diff_mean", "mean_t|p_rollout - p_learner|", "probability"),
     Metric("gap/prob_diff_max", "max_t|p_rollout - p_learner|", "probability"),
     Metric("gap/pearson", "correlation over tokens of p_rollout with p_learner; where either is constant: 1 if the two "
            "are equal, else 0", "1"),
     Metric("gap/ppl_ratio", "mean over sequences of exp(-S / length), learner's perplexity / rollout's", "1"),
-    Metric("gap/chi2_token", "mean_t(r^2) - 1", "1", (None, 1.0), _VERL),
+    Metric("gap/chi2_token", "mean_t(r^2) - 1", "1"),
     Metric("gap/chi2_seq", "mean over sequences of exp(2 S) - 1", "1"),
     Metric("gap/ess", "1 / mean_t((r / mean_t r)^2), effective share of the tokens", "fraction", (0.3, None), _VERL),
     Metric("gap/seq_log_ratio_min", "min over sequences of S", "nats"),

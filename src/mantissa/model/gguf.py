@@ -25,9 +25,10 @@ import mmap
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mantissa.base.bounds import boundary
 from mantissa.base.errors import MantissaError, nearest, pip_install
 from mantissa.model.config import FAMILIES, Fields, ModelConfig, parse_config
 
@@ -93,6 +95,10 @@ class GgufFile:
         """The shape of each tensor, by its name in the file."""
         return {name: stored.shape for name, stored in self._tensors.items()}
 
+    def kind(self, name: str) -> str:
+        """llama.cpp's name of how a tensor is stored, such as ``Q8_0``."""
+        return str(self._tensors[name].kind.name)
+
     def array(self, name: str) -> np.ndarray:
         """A tensor as fp32, dequantised; a copy. What is not finite stays so."""
         stored = self._tensors[name]
@@ -128,21 +134,24 @@ class GgufFile:
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise self._error(f"general.alignment is {alignment!r}: expected a power of two")
         start = -(-self._at // alignment) * alignment
-        room = total = max(0, len(self._data) - start)
+        total = max(0, len(self._data) - start)
         tensors: dict[str, _Stored] = {}
         for name, dimensions, number, offset in listed:
             if name in tensors:
                 raise self._error(f"tensor {name} is listed twice")
             tensors[name] = stored = self._place(name, dimensions, number, start + offset)
             size = math.prod(stored.rows)
-            room -= size
+            if offset % alignment:
+                raise self._error(f"tensor {name} lies at {offset:,}, which is no multiple of {alignment}")
             if offset + size > total:
                 raise self._error(
                     f"tensor {name} of {size:,} bytes would end {offset + size - total:,} bytes after the file: it is "
                     "truncated or damaged"
                 )
-            if room < 0:
-                raise self._error(f"tensors overlap: up to {name} they take more than the file's {total:,} bytes")
+        placed = sorted((stored.offset, math.prod(stored.rows), name) for name, stored in tensors.items())
+        for (offset, size, name), (after, _, other) in pairwise(placed):
+            if offset + size > after:
+                raise self._error(f"tensors overlap: {other} begins {offset + size - after:,} bytes within {name}")
         return tensors
 
     def _place(self, name: str, dimensions: tuple[int, ...], number: int, offset: int) -> _Stored:
@@ -274,6 +283,28 @@ def load_gguf(path: Path) -> tuple[ModelConfig, Iterator[tuple[str, Tensor]]]:
     return model.config, model.weights()
 
 
+def open_gguf(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...]]], Callable[[str], Tensor]]:
+    """The grid and shape of each weight by its Hugging Face name, and what reads one, as fp32. Errors: ``load_gguf``'s.
+
+    A grid is llama.cpp's name of how it is stored, such as ``Q8_0`` or ``F16``.
+    """
+    model = _GgufModel(path)
+    names = {_our_name(name): name for name in model.file.shapes if name != _FREQUENCIES}
+    held = {ours: (model.file.kind(name), model.file.shapes[name]) for ours, name in names.items()}
+    return held, lambda ours: model.weight(names[ours])
+
+
+def on_grid(values: Tensor, grid: str) -> Tensor | None:
+    """fp32 values as the gguf package stores and reads them in ``grid``; None where it only reads that one."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[grid]
+    try:
+        return torch.from_numpy(gguf.dequantize(gguf.quantize(values.float().numpy(), kind), kind))
+    except NotImplementedError:
+        return None
+
+
 class _GgufModel:
     def __init__(self, path: Path) -> None:
         self.file = GgufFile(path)
@@ -325,15 +356,17 @@ class _GgufModel:
         return config
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        config = self.config
         for name in self.file.shapes:
             if name == _FREQUENCIES:
                 continue
-            values = self.file.array(name)
-            whole = _NAME.fullmatch(name)
-            if config.family == "llama" and whole and whole[1] and whole[2] in ("attn_q", "attn_k"):
-                values = self._rotary_halves(values, name, config)
-            yield _our_name(name), torch.from_numpy(values)
+            yield _our_name(name), self.weight(name)
+
+    def weight(self, name: str) -> Tensor:
+        """A tensor by its name in the file, as a Hugging Face folder has it."""
+        values, whole = self.file.array(name), _NAME.fullmatch(name)
+        if self.family == "llama" and whole and whole[1] and whole[2] in ("attn_q", "attn_k"):
+            values = self._rotary_halves(values, name, self.config)
+        return torch.from_numpy(values)
 
     def _rotary_halves(self, values: np.ndarray, name: str, config: ModelConfig) -> np.ndarray:
         """Rows of heads whose rotary pairs are neighbours, reordered to lie half a head apart."""
@@ -445,10 +478,9 @@ def _byte_level(fields: Fields, tokens: list[str], bos: int | None) -> Any:
     if len(vocabulary) != used.sum():
         raise fields.error("tokenizer.ggml.tokens has a token twice; fetch the file again")
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in _strings(fields, "merges"))]
-    try:
+    # The library raises bare Exception for a merge of what is no token, and panics where the result is none.
+    with boundary(f"{fields.where}: tokenizer.ggml.merges do not fit its tokens", "fetch the file again"):
         backend = Backend(models.BPE(vocabulary, merges, ignore_merges=llama3))
-    except Exception as error:  # foreign code: it raises bare Exception for a merge of what is no token
-        raise fields.error(f"tokenizer.ggml.merges do not fit its tokens ({error}); fetch the file again") from error
     steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None)]
     if words is not None:
         steps.insert(0, pre_tokenizers.Split(Regex(words), "isolated"))

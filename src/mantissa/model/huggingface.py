@@ -173,7 +173,7 @@ def _require_tied(head: Tensor, embedding: Tensor, where: str) -> None:
 
 def _stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of everything stored in the folder, one at a time."""
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         with (
             boundary(f"{file}: truncated or damaged", "fetch the file again"),
             open_tensors(file) as (_, tensors),
@@ -181,7 +181,8 @@ def _stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
             yield from tensors
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model's folder; ``MantissaError`` where there are none, or one is missing."""
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
     if not (folder / _INDEX).is_file():

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mantissa.base.bounds import LARGEST_SIZE, boundary, finished, number, time_limit
+from mantissa.base.bounds import LARGEST_SIZE, boundary, finished, memory_limit, number, time_limit
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import DIGESTS, write_atomically
 from mantissa.base.hub import find_model, read_object
@@ -29,6 +29,7 @@ from mantissa.base.readers.tokenizers import load_backend
 from mantissa.model.gguf import gguf_tokenizer
 
 _TEMPLATE_S = 2.0  # for one chat template with one prompt; a millisecond is usual
+_TEMPLATE_BYTES = 512 << 20  # likewise; one operation on texts may ask for any amount, and nothing interrupts it
 _MOST_S, _SLOWEST = (
     5.0,
     1e5,
@@ -139,7 +140,7 @@ class Tokenizer:
             )
         messages = [dict(message) for message in prompt]
         with boundary("tokenizer: its chat template refuses these messages", "mend the template or the messages"):
-            with time_limit(_TEMPLATE_S):
+            with time_limit(_TEMPLATE_S), memory_limit(_TEMPLATE_BYTES):
                 text = self.backend.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
             return self._ids(text)
 
@@ -173,8 +174,10 @@ def load_tokenizer(name_or_path: str | Path, embeddings: int | None = None) -> T
     """
     folder = find_model(name_or_path, weights=False)
     if not folder.is_dir():
-        backend, generation, rows = gguf_tokenizer(folder)
-        tokenizer = Tokenizer(backend, generation)
+        with boundary(f"{folder}: cannot load the tokenizer", "check or fetch the file again"):
+            backend, generation, rows = gguf_tokenizer(folder)
+            _check_templates(backend)
+            tokenizer = Tokenizer(backend, generation)
         tokenizer.require_fit(rows if embeddings is None else embeddings)
         return tokenizer
     if not any((folder / name).is_file() for name in _FILES):

@@ -44,7 +44,7 @@ from mantissa.model import (
 )
 from mantissa.model.config import OtherFamilyError
 from mantissa.model.decoder import place
-from mantissa.precision import E4M3
+from mantissa.precision import E4M3, FP32
 from mantissa.precision.policy import Backend
 from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.collect.sampler import Sampler
@@ -454,7 +454,8 @@ def on_vllm(precision: ResolvedPrecision) -> ResolvedPrecision:
         rollout = (
             f"vLLM's own fp8 kernels: products of e4m3 in blocks of 128, base {fp8.base}; weights of our quantising"
         )
-    logits = "half operands, fp32 result, fp32 log-softmax; vLLM's head is told to be fp32"
+    operands = "fp32" if precision.rollout.active is FP32 else "half"
+    logits = f"{operands} operands, fp32 result, fp32 log-softmax; vLLM's head is told to be fp32"
     if precision.logits.active.name != "fp32":
         logits = f"asked for: rounded to {precision.logits.active} on both sides, by vLLM's head too"
     cache = "vLLM's cache, in the rollout's format"

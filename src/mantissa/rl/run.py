@@ -141,7 +141,7 @@ def checkpoint_of(run: Run, step: int) -> Checkpoint | None:
     if not run.ranks.rank0:
         return None
     state = {"step": run.learner.step.state_dict(), "kept": run.kept, "position": run.position}
-    state["fingerprint"] = run.fingerprint
+    state |= {"fingerprint": run.fingerprint, "rows": run.folder.record(step)}
     state |= run.base.state() | guard
     if run.exactness is not None and run.exactness.replans:
         state["exact"] = run.exactness.kernels[0].plan.way
@@ -188,6 +188,7 @@ def restore(run: Run, checkpoint: Checkpoint) -> int:
         f"checkpoint step-{checkpoint.step}", "it is damaged, or of another run; delete it to go on from an earlier"
     ):
         _take(run, checkpoint)
+        gone = run.folder.require_whole(checkpoint.step, checkpoint.state.get("rows"))
     run.folder.rewind(checkpoint.step)
     rows = run.folder.read_metrics()
     with boundary(run.folder.path / "metrics.jsonl", "restore the file"):
@@ -196,6 +197,8 @@ def restore(run: Run, checkpoint: Checkpoint) -> int:
     if run.guard is not None:
         run.guard.restore(checkpoint.step, checkpoint.state.get("guard", {}), rows)
     run.live.note(f"resumed after step {checkpoint.step}")
+    for said in gone:
+        run.live.note(f"warning: {said}; the policy is the same without it, and what is shown of the run is not")
     if not checkpoint.checked:
         name = f"checkpoint step-{checkpoint.step}"
         run.live.note(f"{name} was written without digests: its files are taken as they are")

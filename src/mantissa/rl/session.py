@@ -7,11 +7,13 @@ look on.
 from __future__ import annotations
 
 import os
+import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,21 +23,24 @@ from rich.console import Console
 
 from mantissa.algorithms.correction import CorrectionConfig
 from mantissa.base.errors import MantissaError, StoppedError
+from mantissa.base.functions import IMPORT_PATH, source_digest
 from mantissa.base.ranks import ALONE, Ranks, choose_device, join, world_size
 from mantissa.guard import ReferenceRun
 from mantissa.guard.watch import fall_back_of
 from mantissa.kernels import resolve
 from mantissa.kernels.cpu import CpuProducts
+from mantissa.mismatch.usual import Usual
 from mantissa.rl.assemble import Parts, assemble
 from mantissa.rl.config.run import RunConfig, apply_overrides, make_config, widened
 from mantissa.rl.run import Run
 from mantissa.rl.step import go
 from mantissa.runs.directory import Onlooker, RunDirectory, default_path, environment
-from mantissa.runs.health import share_sentence
+from mantissa.runs.health import VERDICTS, expected_gap, gap_sentence, share_sentence
 from mantissa.runs.live import Live, Trackers, from_names
 from mantissa.runs.report import build_report
 from mantissa.training.audit import audit
 from mantissa.training.optimizer import described
+from mantissa.training.scaler import FixedScaler
 
 _PATIENCE = timedelta(minutes=30)  # that a rank waits for another: one may have sampled much longer responses
 MAY_CHANGE = ("nproc", "parallel", "rollout.vllm.server")  # when a run goes on
@@ -57,26 +62,33 @@ def _kind(config: RunConfig) -> Kind:
     return next((kind for section, kind in KINDS.items() if getattr(config, section) is not None), _PLAIN)
 
 
-def start(config: RunConfig) -> Path:
+Say = Callable[[str], None]  # takes what is at work while no screen is there yet, or no more; "": nothing is
+_ASSEMBLING, _DRAWING = "loading the model and proving its kernels", "drawing the report"
+
+
+def start(config: RunConfig, say: Say = lambda line: None) -> Path:
     """Run ``config`` from its beginning in a new folder; returns the path of its report."""
     if config.guard is not None:  # what would stop the run later is refused now
         resolve(widened(config, config.guard.to).precision, choose_device(config.device))
         if config.guard.reference is not None:
             ReferenceRun.read(config.guard.reference)
     with joined(config, choose_device(config.device)) as ranks:
+        say(_ASSEMBLING)
         parts = _assemble(config, ranks)
         try:
             path = ranks.broadcast(config.run_dir or str(default_path(config.name)))
             plain = config.model_dump(mode="json", exclude={"run_dir"})
-            run = RunDirectory.create(path, plain, environment_of(parts)) if ranks.rank0 else Onlooker(path)
+            run = RunDirectory.create(path, plain, environment_of(config, parts)) if ranks.rank0 else Onlooker(path)
         except BaseException:
             parts.close()
             raise
         with run, _resumable(run):
-            return _to_the_end(config, parts, run, "start")
+            return _to_the_end(config, parts, run, "start", say)
 
 
-def resume(path: str | Path, overrides: Sequence[str] = (), nproc: int | None = None) -> Path:
+def resume(
+    path: str | Path, overrides: Sequence[str] = (), nproc: int | None = None, say: Say = lambda line: None
+) -> Path:
     """Continue the run in ``path`` from its newest checkpoint; returns the path of its report.
 
     The promise of equal bits holds where the machine, versions, thread and process count are those of the start: what
@@ -87,7 +99,8 @@ def resume(path: str | Path, overrides: Sequence[str] = (), nproc: int | None = 
         run = RunDirectory.open(path, write=True) if ranks.rank0 else Onlooker.open(path)
         with run, _resumable(run):
             config = _in_force(config, run, ranks)
-            return _to_the_end(config, _assemble(config, ranks, _products(run, ranks)), run, "resume")
+            say(_ASSEMBLING)
+            return _to_the_end(config, _assemble(config, ranks, _products(run, ranks)), run, "resume", say)
 
 
 def resumed_config(path: str | Path, overrides: Sequence[str] = (), nproc: int | None = None) -> RunConfig:
@@ -138,17 +151,22 @@ def joined(config: RunConfig, device: torch.device) -> Iterator[Ranks]:
 _Way = Literal["start", "resume", "fall back"]  # how a run comes to take its next step
 
 
-def _to_the_end(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -> Path:
+def _to_the_end(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way, say: Say) -> Path:
     """The run in one format after the other, as its guard takes it; closes ``parts``, and returns the report's path."""
     while True:
         ranks = parts.ranks
+        say("")
         try:
             finished = _take_steps(config, parts, run, way)
         finally:
             parts.close()
         if finished:
-            return build_report(run) if ranks.rank0 else run.report_path
+            say(_DRAWING)
+            report = build_report(run) if ranks.rank0 else run.report_path
+            say("")
+            return report
         del parts  # their memory goes before others take as much
+        say(_ASSEMBLING)
         config, way = _in_force(config, run, ranks), "fall back"
         parts = _assemble(config, ranks, _products(run, ranks))
 
@@ -178,15 +196,16 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
     done = steps[-1] if steps else 0
     trackers = from_names(config.trackers if rank0 else (), run, None if way == "start" else done)
     try:
-        with _screen(config.steps, done, rank0, parts.task.verifier.decides) as live:
-            live.precision(_precision(parts))
+        table = _precision(parts)
+        recipe = config.model_dump(include={"rollout"})
+        expected = partial(expected_gap, {"precision": table}, recipe)
+        with _screen(config.steps, done, rank0, _still(config, parts), expected) as live:
+            live.precision(table)
             ranks, device = parts.ranks, str(parts.device)
             if not ranks.alone:
                 device = f"{parts.device.type}, {ranks.world} processes ({ranks.kind})"
             others = "".join(f"   {name} policy {_parameters(other)}" for name, other in parts.beside.items())
             live.note(f"run {run.path}   device {device}   parameters {_parameters(parts)}{others}")
-            if parts.precision.products is not None:
-                live.note(f"products {parts.precision.products}; which library has which shape: environment.json")
             if parts.model.config.weights_note:
                 live.note(f"weights {parts.model.config.weights_note}")
             for line in parts.exact:
@@ -198,14 +217,20 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
             for note in (*parts.task.notes, *parts.sampler.grader.notes):
                 live.note(note)
             if rank0 and config.guard is not None and (fell := fall_back_of(run.checkpoints)):
-                run.record_fall_back(fell, environment_of(parts))
+                run.record_fall_back(fell, environment_of(config, parts))
             if way == "resume" and rank0:
-                for key, (then, now) in run.record_resume(done, environment_of(parts)).items():
-                    what = f"{key} was {then}, now {now}: numbers may differ in their last bits from the first run's"
-                    live.note(f"warning: {what}")
+                live.note(f"resumed after step {done} of {config.steps}")
+                if not steps:
+                    live.note(f"warning: {run.checkpoints} holds no checkpoint: the run begins again from its start")
+                for key, (then, now) in run.record_resume(done, environment_of(config, parts)).items():
+                    much = "numbers differ" if key == "code" else "numbers may differ in their last bits"
+                    live.note(f"warning: {key} was {then}, now {now}: {much} from the first run's")
             finished = _kind(config).go(config, parts, run, trackers, live)
-            if rank0 and finished and (said := share_sentence(run.read_metrics(), run.environment)):
-                live.note(said)
+            if rank0 and finished:
+                rows, environment = run.read_metrics(), run.environment
+                whole = expected_gap(environment, run.config)
+                for said in filter(None, (gap_sentence(rows, whole), share_sentence(rows, environment))):
+                    live.note(said)
     finally:
         trackers.close()
     return finished
@@ -226,11 +251,23 @@ def _uncorrected(config: RunConfig, rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def _still(config: RunConfig, parts: Parts) -> set[str]:
+    """The metrics of the screen that no step of this run can move."""
+    scaler, still = parts.learner.step.scaler, set() if parts.task.verifier.decides else {*VERDICTS}
+    if config.evaluation is None:
+        still.add("eval/greedy_accuracy")
+    if isinstance(scaler, FixedScaler):
+        still |= {"precision/loss_scale"} | ({"precision/retries"} if scaler.scale == 1 else set())
+    return still
+
+
 @contextmanager
-def _screen(steps: int, done: int, rank0: bool, verdicts: bool) -> Iterator[Live]:
+def _screen(
+    steps: int, done: int, rank0: bool, still: Collection[str], expected: Callable[[], Usual]
+) -> Iterator[Live]:
     """What a person sees; of other ranks than 0, nothing."""
     if rank0:
-        with Live(steps, done=done, verdicts=verdicts) as live:
+        with Live(steps, done=done, still=still, expected=expected) as live:
             yield live
         return
     with open(os.devnull, "w") as nowhere, Live(steps, done=done, console=Console(file=nowhere)) as live:
@@ -248,7 +285,7 @@ def _resumable(run: RunDirectory) -> Iterator[None]:
         ) from None
 
 
-def environment_of(parts: Parts) -> dict[str, Any]:
+def environment_of(config: RunConfig, parts: Parts) -> dict[str, Any]:
     """Where the run runs, and the precision table with what the probes saw."""
     rows = _precision(parts)
     for row in rows:
@@ -262,8 +299,18 @@ def environment_of(parts: Parts) -> dict[str, Any]:
     share: dict[str, Any] = {}
     if parts.twin is not None:
         share = {"engine_share": parts.twin.facts(parts.sampler.engine)}
+    code = {"code": digests} if (digests := _code(config.model_dump(mode="json"))) else {}
     about = {"precision": rows, "training_device": device, "grading": guards, "verdicts": parts.task.verifier.decides}
-    return environment() | about | products | weights | exact | several | share
+    return environment() | about | code | products | weights | exact | several | share
+
+
+def _code(part: Any) -> dict[str, str | None]:
+    """SHA-256 of the files of the recipe's own functions (losses, rewards, a judge), by their import paths."""
+    if isinstance(part, dict):
+        named = part.get("function")
+        here = {named: source_digest(named)} if isinstance(named, str) and re.fullmatch(IMPORT_PATH, named) else {}
+        return here | _code([*part.values()])
+    return {name: digest for each in part for name, digest in _code(each).items()} if isinstance(part, list) else {}
 
 
 def _precision(parts: Parts) -> list[dict[str, Any]]:

@@ -305,7 +305,7 @@ class Waltz:
     def __init__(self, config: RunConfig, parts: Parts, folder: RunDirectory, trackers: Trackers, live: Live) -> None:
         self.config, self.folder, self.game = config, folder, Game(config, parts)
         other, theirs = self.game.other, parts.beside[_OTHER]
-        self.inner = folder.inner(other.model_dump(mode="json", exclude={"run_dir"}), environment_of(theirs))
+        self.inner = folder.inner(other.model_dump(mode="json", exclude={"run_dir"}), environment_of(other, theirs))
         beside = Trackers([_Beside(trackers)])
         self.conversation = Run(config, parts, folder, trackers, live)
         self.feedback = Run(other, theirs, self.inner, beside, _Aside(live))

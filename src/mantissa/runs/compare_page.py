@@ -38,7 +38,7 @@ from mantissa.runs.compare import (
     training_accuracy,
 )
 from mantissa.runs.groups import Differences, Group, Run, differences, group_runs, listed, read_runs
-from mantissa.runs.health import VERDICTS, decides, sentence, small
+from mantissa.runs.health import VERDICTS, decides, gap_sentence, metric_of, sentence, small
 from mantissa.runs.live import count, duration, seconds_text
 from mantissa.runs.metrics import SERIES, Series
 from mantissa.runs.page import Banner, Block, Heading, Plots, Sentence, Table
@@ -57,7 +57,6 @@ _MISSING = "not logged"
 _ON_ONE_LINE = 4  # groups up to which both ends of a metric stand beside each other
 _MOST_KEYS = 12  # differing keys that the terminal prints; all are on the page
 _STYLES = {"healthy": "green", "watch": "yellow", "unhealthy": "bold red"}
-_GAP = {metric.name: metric for metric in GAP_METRICS}
 
 
 @dataclass(frozen=True)
@@ -428,24 +427,38 @@ def _gap(groups: Sequence[Group]) -> list[Block]:
             missing.append(metric.name)
             continue
         cells = [_ends(metric, group, both, len(groups)) for group, both in zip(groups, ends, strict=True)]
-        wanted = f"; healthy: {metric.healthy_text}" if metric.gated else ""
+        told = [group for group, both in zip(groups, ends, strict=True) if both is not None]
+        ranges = " | ".join(dict.fromkeys(_of(group, metric).healthy_text for group in told))
+        wanted = f"; healthy: {ranges}" if metric.gated else ""
         lines.append([page.noted(page.code(metric.name), metric.unit + wanted), *cells])
     if not lines:
         return [Sentence("No run logged a gap metric.")]
     note = f"Each cell: mean over the first {ENDS} steps → mean over the last {ENDS}; over seeds, the mean of theirs."
     if min(run.last_step for group in groups for run in group.runs) < 2 * ENDS:
         note += f" Runs of fewer than {2 * ENDS} steps count some steps in both."
-    note += " Marked (!): not in the healthy range of the gates."
+    note += " Marked (!): not in the healthy range, which for k3 is that of the run's formats."
     if missing:
         note += f" Logged by none: {', '.join(missing)}."
     table = Table(["metric", *_heads(groups)], lines, "n" * (1 + len(groups)))
-    return [table, Sentence(note, "note below")]
+    return [table, *(Sentence(f"{name}: {said}.") for name, said in _sizes(groups)), Sentence(note, "note below")]
+
+
+def _of(group: Group, metric: Metric) -> Metric:
+    """The metric with the range that it has in the group's runs, which have one recipe."""
+    return metric_of(metric.name, group.runs[0].expected)
+
+
+def _sizes(groups: Sequence[Group]) -> list[tuple[str, str]]:
+    """Of each run that logged a gap its name and what is said of that gap's size."""
+    said = [(run.name, gap_sentence(run.rows, run.expected)) for group in groups for run in group.runs]
+    return [both for both in said if both[1]]
 
 
 def _ends(metric: Metric, group: Group, both: Ends | None, groups: int) -> str:
     if both is None:
         return page.NOT_LOGGED
     fold = " " if groups <= _ON_ONE_LINE else page.BREAK
+    metric = _of(group, metric)
     cell = page.joined((_marked(metric, both.first), fold, "→ ", _marked(metric, both.last)))
     return page.noted(cell, f"{both.runs} of {len(group.runs)} runs") if both.runs < len(group.runs) else cell
 
@@ -525,6 +538,8 @@ def show(comparison: Comparison, console: Console) -> None:
         _print(console, _TRAINED.capitalize(), ("run", "mean"), [(group.title, _trained(group)) for group in groups])
     header = ("run", "|dlogp|", "k3 KL", "ESS", "s/step", "tokens/s")
     _print(console, f"Gap (mean of the last {ENDS} steps) and time", header, map(_gap_and_time, groups))
+    for name, said in _sizes(groups):
+        console.print(Text(f"{name}: {said}", style="dim"))
     console.print()
     for line in comparison_warnings(comparison):
         console.print(line)
@@ -548,7 +563,7 @@ def _gap_and_time(group: Group) -> list[str | Text]:
     row: list[str | Text] = [group.title]
     for name in ("gap/abs_logp_diff_mean", "gap/k3_kl", "gap/ess"):
         ends = ends_of(group, name)
-        style = "" if ends is None or _GAP[name].is_healthy(ends.last) else "bold red"
+        style = "" if ends is None or metric_of(name, group.runs[0].expected).is_healthy(ends.last) else "bold red"
         row.append(_MISSING if ends is None else Text(f"{ends.last:.2g}", style=style))
     seconds = (seconds_by_phase(group) or {}).get("step")
     tokens = over_runs(group, "rate/rollout_tokens_per_s", np.median)

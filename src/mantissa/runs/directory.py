@@ -17,6 +17,7 @@ appended to by the line.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -37,10 +38,12 @@ from mantissa.base.files import (
     Row,
     atomic_file,
     disk_errors,
+    encode,
     locked,
     numbered,
     own,
     remove_leftovers,
+    saved_steps,
     write_atomically,
 )
 from mantissa.base.provenance import git, stamp
@@ -250,7 +253,6 @@ class RunDirectory:
     def write_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
         """Write the completions of one step as parquet, atomically; ``rows`` have exactly the columns of the schema."""
         import pyarrow
-        import pyarrow.parquet
 
         self._require_lock()
         schema = rollout_schema()
@@ -264,7 +266,7 @@ class RunDirectory:
         with disk_errors(path):
             path.parent.mkdir(exist_ok=True)
         with atomic_file(path) as temporary:
-            pyarrow.parquet.write_table(table, temporary, compression="zstd")
+            parquet.write_sealed(table, temporary)
         return path
 
     def read_rollouts(self, step: int) -> list[Row]:
@@ -284,6 +286,41 @@ class RunDirectory:
                 wrong = f"column {empty} has empty fields" if empty else "counts below 0, or tokens that are missing"
                 raise MantissaError(f"{path}: {wrong}; delete it")
         return rows
+
+    def record(self, step: int) -> dict[str, Any]:
+        """What a checkpoint keeps of the rows up to ``step``, for ``require_whole``: a digest of each file that has
+        some, and none of what the clock says, which no two runs have alike."""
+        return {"step": step, "sha256": self._digests(step)}
+
+    def require_whole(self, step: int, kept: Mapping[str, Any] | None) -> list[str]:
+        """Before a resume from checkpoint ``step``, which keeps ``kept`` (None: an old one): what of the run's past is
+        gone, as sentences. ``MantissaError`` where that is rows of metrics: a resume goes by them."""
+        rows = [row["step"] for row in self.read_metrics() if row["step"] <= step]
+        last = next((n for n, found in enumerate(rows) if found != n + 1), len(rows))
+        changed = []
+        if kept is not None:
+            there = self._digests(kept["step"])
+            changed = [name for name, digest in kept["sha256"].items() if there.get(name) != digest]
+        if last < step or self._metrics.path.name in changed:
+            found = "other rows" if last == step else f"no row of step {last + 1}"
+            earlier = [saved for saved in self.checkpoint_steps() if saved <= last and saved < step]
+            way = f"delete the checkpoints after step-{earlier[-1]}" if earlier else "start the run again elsewhere"
+            raise MantissaError(
+                f"{self._metrics.path}: expected the rows of steps 1 to {step} as they were when checkpoint "
+                f"step-{step} was written, found {found}; restore the file, or {way}"
+            )
+        said = [f"{self.path / name} is not what it was when checkpoint step-{step} was written" for name in changed]
+        gone = sorted({*range(1, step + 1)} - {*self.rollout_steps()})
+        if gone:
+            said.append(f"{self.path / 'rollouts'}: no completions of {len(gone)} steps, the first is {gone[0]}")
+        return said
+
+    def _digests(self, step: int) -> dict[str, str]:
+        """Of the rows up to ``step`` by their file's name; of the warm start's, which come before them, all. Of the
+        doctor's none: a run ends with the same checkpoints whether one looks on or not."""
+        parts = (self._metrics, step), (self._warm_start, LARGEST_SIZE)
+        pasts = {lines.path.name: [row for row in lines.read() if row["step"] <= last] for lines, last in parts}
+        return {name: _digest_of(past) for name, past in pasts.items() if past}
 
     def rewind(self, step: int) -> None:
         """Forget the metrics and rollouts after ``step``: what a resume from checkpoint ``step`` begins with."""
@@ -313,7 +350,7 @@ class RunDirectory:
 
     def checkpoint_steps(self) -> list[int]:
         """The steps with a checkpoint, in order. Unfinished ones have other names and are not among them."""
-        return numbered(self.checkpoints)
+        return saved_steps(self.checkpoints)
 
     # one writer
 
@@ -391,12 +428,25 @@ def _check_environment(environment: dict[str, Any], where: str) -> None:
         )
 
 
+def _digest_of(rows: Sequence[Row]) -> str:
+    """SHA-256 of rows without what the clock says."""
+    return hashlib.sha256("\n".join(encode(deterministic(row)) for row in rows).encode()).hexdigest()
+
+
+def deterministic(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a row that a resumed run repeats bit for bit: all but what the clock says (``time/``, ``rate/``)."""
+    return {key: value for key, value in row.items() if not key.startswith(("time/", "rate/"))}
+
+
 def _objects(values: Any) -> bool:
     return isinstance(values, list) and all(isinstance(each, dict) for each in values)
 
 
 def _is_step(value: Any) -> bool:
     return number(value, 0, LARGEST_SIZE, whole=True)
+
+
+_LATER = {"verdicts"}  # follows from the recipe, and is not in the record of a run of before there was one
 
 
 def _changed(recorded: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -406,7 +456,9 @@ def _changed(recorded: Mapping[str, Any], environment: Mapping[str, Any]) -> dic
         then |= fell["environment"]
     return {
         key: [then.get(key), environment.get(key)]
-        for key in sorted((then.keys() | environment.keys()) - {"resumed", "created", "fell_back"})
+        for key in sorted(
+            (then.keys() | environment.keys()) - {"resumed", "created", "fell_back"} - (_LATER - then.keys())
+        )
         if then.get(key) != as_json(environment.get(key))
     }
 

@@ -37,8 +37,9 @@ import yaml
 
 from mantissa.base.errors import MantissaError
 from mantissa.mismatch.intervals import LEVEL, Estimate, student_interval
+from mantissa.mismatch.usual import Usual
 from mantissa.runs.directory import RunDirectory, planned_steps
-from mantissa.runs.health import Excursion, Judgement, check, judge
+from mantissa.runs.health import Excursion, Judgement, check, expected_gap, judge
 from mantissa.runs.page import shortened
 from mantissa.runs.plots import DASHES, RUNS, Dash
 
@@ -75,8 +76,13 @@ class Run:
         return planned_steps(self.config or {})
 
     @cached_property
+    def expected(self) -> Usual:
+        """What is usual for its gap."""
+        return expected_gap(self.environment, self.config)
+
+    @cached_property
     def excursions(self) -> list[Excursion]:
-        return check(self.rows)
+        return check(self.rows, self.expected)
 
     @property
     def judgement(self) -> Judgement:

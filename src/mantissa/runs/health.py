@@ -1,17 +1,20 @@
-"""What is said of a run: is it well (every metric against its declared healthy range, over all steps), and whose is its
-gap (see ``mantissa.mismatch.metrics``)."""
+"""What is said of a run: is it well (every metric against its declared healthy range, over all steps), how large is its
+gap for its formats (``mantissa.mismatch.usual``), and whose is it (``mantissa.mismatch.metrics``)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from mantissa.base.bounds import outside
-from mantissa.mismatch.tables import Metric
+from mantissa.mismatch.tables import K3, Metric
+from mantissa.mismatch.usual import Usual, size_sentence, usual
+from mantissa.runs.directory import RunDirectory
 from mantissa.runs.metrics import BY_NAME, series, where_measured
 
 Health = Literal["healthy", "watch", "unhealthy"]
@@ -50,13 +53,48 @@ class Excursion:
     serious: bool
 
 
-def check(rows: Sequence[dict[str, Any]]) -> list[Excursion]:
+def expected_gap(environment: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Usual:
+    """What is usual for a run's gap: between the formats that learner and rollout had, the coarsest of all where the
+    guard changed them, at the recipe's temperature and policy lag."""
+    tables = [environment, *(fell["environment"] for fell in environment.get("fell_back") or ())]
+    roles = [row for table in tables for row in table.get("precision") or () if isinstance(row, dict)]
+    formats = [row.get("active") for row in roles if row.get("role") in ("learner", "rollout")]
+    section = (config or {}).get("rollout")
+    rollout = section if isinstance(section, Mapping) else {}
+    temperature, lag = rollout.get("temperature"), rollout.get("max_policy_lag")
+    return usual(
+        (name for name in formats if isinstance(name, str)),
+        temperature if isinstance(temperature, float | int) else None,
+        lag=isinstance(lag, int) and lag > 0,
+    )
+
+
+def expected_in(folder: Path) -> Usual:
+    """What is usual for the gap of the run in ``folder``; of a folder without a recipe bf16's."""
+    run = RunDirectory(folder)
+    return expected_gap(run.environment, run.config if (folder / "config.yaml").is_file() else None)
+
+
+def metric_of(name: str, expected: Usual) -> Metric:
+    """A declared metric with the range that it has in a run: k3's is its formats'."""
+    return replace(BY_NAME[K3], healthy=(None, expected.k3)) if name == K3 else BY_NAME[name]
+
+
+def gap_sentence(rows: Sequence[dict[str, Any]], expected: Usual) -> str:
+    """What is said of the size of a run's gap, by the median of its steps; "" where none was logged."""
+    k3 = series(rows, K3)[1]
+    return size_sentence(float(np.median(k3)), expected) if k3.size else ""
+
+
+def check(rows: Sequence[dict[str, Any]], expected: Usual) -> list[Excursion]:
     """Every declared metric that was out of its range or not finite on some step, serious ones first.
 
-    Serious: out on the last step that has it, or on more than a tenth of its steps, or ever not finite.
+    ``expected``: what is usual for the gap. Serious: out on the last step that has it, or on more than a tenth of its
+    steps, or ever not finite.
     """
     excursions = []
-    for name, metric in BY_NAME.items():
+    for name in BY_NAME:
+        metric = metric_of(name, expected)
         points = [(row["step"], float(row[name])) for row in rows if isinstance(row.get(name), int | float)]
         out = [(step, value, far) for step, value in points if (far := outside(value, *metric.healthy)) > 0]
         if not out:

@@ -11,11 +11,12 @@ Biases keeps no such promise (see its class).
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -25,16 +26,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from mantissa.base.environ import Heartbeat
 from mantissa.base.errors import MantissaError, pip_install
 from mantissa.base.files import disk_errors
+from mantissa.mismatch.tables import K3
+from mantissa.mismatch.usual import Usual, size_sentence, usual
 from mantissa.runs.directory import RunDirectory
-from mantissa.runs.health import VERDICTS, small
-from mantissa.runs.metrics import BY_NAME
+from mantissa.runs.health import metric_of, small
 
 _HEADER_EVERY = 25
 _STEP_WIDTH = 6
 _GUTTER = 2
-_QUIET_SECONDS = 15.0  # on a pipe: so long nothing is said of what is at work
+_QUIET_SECONDS = 15.0  # on a pipe: after so long without a line, what is at work is said
 
 
 @dataclass(frozen=True)
@@ -130,21 +133,21 @@ def precision_table(rows: Iterable[Mapping[str, Any]], title: str) -> Table:
 
 class Live:
     """The screen of one run. Use as a context manager, or call ``close``; ``done`` steps were taken before a resume.
-    ``verdicts``: whether a verifier decides what is correct; else no accuracy is shown."""
+    ``still``: metrics that no step of this run can move, which are not shown. ``expected``: what is usual
+    for the gap between the run's formats, asked for at the first step."""
 
     def __init__(
-        self, total_steps: int, *, done: int = 0, verdicts: bool = True, console: Console | None = None
-    ) -> None:
-        self._columns = tuple(column for column in COLUMNS if verdicts or column.metric not in VERDICTS)
+        self, total_steps: int, *, done: int = 0, still: Collection[str] = (),
+        expected: Callable[[], Usual] = lambda: usual(()), console: Console | None = None,
+    ) -> None:  # fmt: skip
+        self._expected, self._gap_told = functools.cache(expected), False
+        self._columns = tuple(column for column in COLUMNS if column.metric not in still)
         self.console = console or Console(highlight=False)
         self.total_steps = total_steps
         self.terminal = self.console.is_terminal
         self._rows = 0
         self._seconds: list[float] = []
-        self._said, self._at = (
-            time.monotonic(),
-            "",
-        )  # when a pipe last got a line, and what the bar says of the time left
+        self._heart, self._at = Heartbeat(self._write, every=_QUIET_SECONDS), ""  # of a pipe; the bar's time left
         self._progress: Progress | None = None
         if self.terminal:
             words = TextColumn("[bold]step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.description}")
@@ -177,18 +180,28 @@ class Live:
             self._plain(text)
 
     def doing(self, what: str, step: int = 0) -> None:
-        """Say what is at work: in the bar, or on a pipe where nothing was said for a while. ``step`` 0: before all."""
+        """Say what is at work: in the bar, or on a pipe after 3 s, then 15, without a line; ``step`` 0: before all."""
         if self._progress is not None:
             self._progress.start()
             self._progress.update(self._progress.task_ids[0], description=", ".join(filter(None, (what, self._at))))
-        elif time.monotonic() - self._said > _QUIET_SECONDS:
-            self._plain(f"step {step}/{self.total_steps}  {what}" if step else what)
+        else:
+            self._heart.at(f"step {step}/{self.total_steps}  {what}" if step else what)
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Show the finished step ``row['step']``."""
         step = int(row["step"])
         if isinstance(row.get("time/step"), int | float):
             self._seconds = [*self._seconds[-19:], float(row["time/step"])]
+        self._show(step, row)
+        self._tell_gap(step, row.get(K3))
+
+    def _tell_gap(self, step: int, k3: Any) -> None:
+        """Say once that the gap is larger than rounding makes."""
+        if not self._gap_told and isinstance(k3, int | float) and not k3 <= self._expected().k3:
+            self._gap_told = True
+            self.note(f"warning: step {step}: {size_sentence(float(k3), self._expected())}")
+
+    def _show(self, step: int, row: Mapping[str, Any]) -> None:
         if not self.terminal:
             self._plain(self._line(step, row))
             return
@@ -201,7 +214,7 @@ class Live:
         line = Text(f"{step:>{_STEP_WIDTH}}")
         for column in columns:
             line.append("  ")
-            line.append(*_cell(column, row))
+            line.append(*_cell(column, row, self._expected()))
         self.console.print(line)
         if self._progress is not None:
             self._progress.start()  # no more than once, whatever it is called
@@ -217,7 +230,8 @@ class Live:
         return "left " + duration((self.total_steps - step) * sum(self._seconds) / len(self._seconds))
 
     def close(self) -> None:
-        """Stop redrawing and leave the last state on the screen."""
+        """Stop redrawing, or saying what is at work, and leave the last state on the screen."""
+        self._heart.at("")
         if self._progress is not None and self._progress.live.is_started:
             self._progress.stop()
 
@@ -230,17 +244,20 @@ class Live:
         return f"step {step}/{self.total_steps}  {'  '.join(figures)}  {self.time_left(step)}"
 
     def _plain(self, text: str) -> None:
+        self._heart.heard()
+        self._write(text)
+
+    def _write(self, text: str) -> None:
         self.console.file.write(text.replace("\n", " ") + "\n")
         self.console.file.flush()
-        self._said = time.monotonic()
 
 
-def _cell(column: Column, row: Mapping[str, Any]) -> tuple[str, str]:
+def _cell(column: Column, row: Mapping[str, Any], expected: Usual) -> tuple[str, str]:
     """The padded text of a cell and its style."""
     value = row.get(column.metric)
     if not isinstance(value, int | float):
         return " " * column.width, ""
-    bad = not BY_NAME[column.metric].is_healthy(float(value))
+    bad = not metric_of(column.metric, expected).is_healthy(float(value))
     return f"{column.show(float(value)):>{column.width}}", "bold red" if bad else ""
 
 

@@ -132,18 +132,12 @@ TRAINER_METRICS: tuple[Metric, ...] = (
 METRICS: tuple[Metric, ...] = (*LOOP_METRICS, *TRAINER_METRICS, *ALL_METRICS)
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}
 REWARD_PART = "reward_part/"  # and any name: which there are is the recipe's to say
-_CLOCK = ("time/", "rate/")
 _LABELS = ("step", "precision/format")  # in rows, and no metrics: which step it is, and the format it computed in
 
 
 def undeclared(row: Mapping[str, Any]) -> list[str]:
     """The keys of a metrics row, labels aside, that no metric declares: anything here is a bug of the loop."""
     return sorted(key for key in row if key not in _LABELS and key not in BY_NAME and not key.startswith(REWARD_PART))
-
-
-def deterministic(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a row that a resumed run repeats bit for bit: all but what the clock says (``time/``, ``rate/``)."""
-    return {key: value for key, value in row.items() if not key.startswith(_CLOCK)}
 
 
 Array = NDArray[np.float64]

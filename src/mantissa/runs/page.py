@@ -21,8 +21,10 @@ from mantissa.runs.plots import VARIABLES, Dash, Plot
 
 if TYPE_CHECKING:
     from jinja2 import Template
+    from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table as TerminalTable
 
+_GUTTER = 2  # columns of a terminal between two of a table
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ufffe\uffff\ud800-\udfff]")
 
 
@@ -184,14 +186,38 @@ def shortened(value: str, limit: int) -> str:
     return f"{value[:half]} [... {len(value) - 2 * half:,} characters left out ...] {value[-half:]}"
 
 
-def terminal(header: Sequence[Any], rows: Iterable[Sequence[Any]], **look: Any) -> TerminalTable:
+def terminal(
+    header: Sequence[Any], rows: Iterable[Sequence[Any]], *, whole: int = 0, **look: Any
+) -> TerminalTable:  # fmt: skip
     """The same table for a console that takes text as it is (``markup=False``), without lines. Nothing is cut: what is
-    too long for its column goes on in the next line."""
+    too long for its column goes on in the next line, between words where there is room for the longest of each column.
+    ``whole``: so many columns from the left are not broken at all."""
     from rich.table import Table as TerminalTable
 
-    table = TerminalTable(*header, **{"box": None, "padding": (0, 2, 0, 0)} | look)
-    for column in table.columns:
-        column.overflow = "fold"
+    class Fitted(TerminalTable):
+        def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+            for column, width in zip(self.columns, _widths(cells, whole, options.max_width), strict=True):
+                column.width = width
+            yield from super().__rich_console__(console, options)
+
+    rows = [tuple(row) for row in rows]
+    cells = [[str(row[place]) for row in (header, *rows) if place < len(row)] for place in range(len(header))]
+    table = Fitted(*header, **{"box": None, "padding": (0, 2, 0, 0)} | look)
+    for place, column in enumerate(table.columns):
+        column.overflow, column.no_wrap = "fold", place < whole
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _widths(cells: Sequence[Sequence[str]], whole: int, room: int) -> list[int | None]:
+    """How wide each column is: its longest word, and of what is left as much as its longest line is longer than that;
+    None for each where all lines fit, or not even the words."""
+    lines = [max((len(line) for cell in column for line in cell.splitlines()), default=0) for column in cells]
+    words = [max((len(word) for cell in column for word in cell.split()), default=0) for column in cells]
+    least = [*lines[:whole], *words[whole:]]
+    spare = room - sum(least) - _GUTTER * len(cells)
+    more = sum(lines) - sum(least)
+    if spare < 0 or spare >= more:
+        return [None] * len(cells)
+    return [need + spare * (want - need) // more for need, want in zip(least, lines, strict=True)]

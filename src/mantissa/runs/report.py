@@ -17,6 +17,7 @@ import yaml
 
 from mantissa.base.files import own, write_atomically
 from mantissa.base.readers.json import as_json
+from mantissa.mismatch.usual import Usual
 from mantissa.runs import page, plots
 from mantissa.runs.directory import RunDirectory, planned_steps
 from mantissa.runs.gap_page import gap_head
@@ -25,7 +26,10 @@ from mantissa.runs.health import (
     Health,
     check,
     decides,
+    expected_gap,
+    gap_sentence,
     judge,
+    metric_of,
     number,
     sentence,
     share_sentence,
@@ -69,7 +73,8 @@ def build_report(run: RunDirectory) -> Path:
     rows, warm_start = run.read_metrics(), run.read_warm_start()
     rollouts = recent_rollouts(run)
     config, environment = run.config, run.environment
-    excursions = check(rows)
+    expected = expected_gap(environment, config)
+    excursions = check(rows, expected)
     verdicts = decides(environment)
     learning = plots.learning(rows, warm_start, verdicts)
     drawn = [
@@ -83,7 +88,7 @@ def build_report(run: RunDirectory) -> Path:
     blocks = [
         Heading(name, 1),
         Sentence(_subtitle(rows, config, environment), "sub"),
-        _verdict(rows, excursions, config, environment),
+        _verdict(rows, excursions, config, environment, gap_sentence(rows, expected)),
         *head,
         KeyNumbers(_cards(rows, verdicts)),
         *_game(run, rows),
@@ -95,7 +100,7 @@ def build_report(run: RunDirectory) -> Path:
         *_samples(rollouts, verdicts),
         Folded("Recipe", [Verbatim(recipe)]),
         Folded("Environment", [Verbatim(where)]),
-        Folded("What each metric means", [_glossary(rows)]),
+        Folded("What each metric means", [_glossary(rows, expected)]),
     ]
     write_atomically(run.report_path, page.render(name, blocks))
     if (inner := run.inner_run) is not None:
@@ -132,12 +137,15 @@ def _subtitle(rows: Rows, config: dict[str, Any], environment: dict[str, Any]) -
     return " · ".join(parts)
 
 
-def _verdict(rows: Rows, excursions: Sequence[Excursion], config: dict[str, Any], environment: dict[str, Any]) -> Block:
-    """The banner: the verdict, and what else a person must know before reading on."""
+def _verdict(
+    rows: Rows, excursions: Sequence[Excursion], config: dict[str, Any], environment: dict[str, Any], gap: str
+) -> Block:
+    """The banner: the verdict, and what else a person must know before reading on; ``gap``: of its size."""
     if not rows:
         return Banner("No step has been finished", (), "watch")
     judged = judge(rows, excursions, environment)
-    said = [*judged.remarks, *map(_fell, environment.get("fell_back") or ()), *(sentence(f) for f in excursions[:4])]
+    said = [*judged.remarks, *([f"{gap[0].upper()}{gap[1:]}."] if gap else [])]
+    said += [*map(_fell, environment.get("fell_back") or ()), *(sentence(f) for f in excursions[:4])]
     if len(excursions) > 4:
         said.append(f"and {len(excursions) - 4} more, below.")
     planned, last = planned_steps(config), rows[-1]["step"]
@@ -368,10 +376,10 @@ def _yaml(values: dict[str, Any]) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
-def _glossary(rows: Rows) -> Block:
+def _glossary(rows: Rows, expected: Usual) -> Block:
     last = {key: value for row in rows for key, value in row.items() if isinstance(value, int | float)}
     lines = [
         (page.code(m.name), number(last[m.name]) if m.name in last else "", m.unit, m.healthy_text, m.formula, m.source)
-        for m in METRICS
+        for m in (metric_of(each.name, expected) for each in METRICS)
     ]
     return Table(("metric", "last", "unit", "healthy", "formula", "source"), lines)

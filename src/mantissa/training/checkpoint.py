@@ -46,11 +46,11 @@ from mantissa.base.files import (
     atomic_file,
     digests_of,
     disk_errors,
-    numbered,
     own,
     remove,
     remove_leftovers,
     replace_directory,
+    saved_steps,
     temporary_beside,
 )
 from mantissa.base.ranks import shard_like
@@ -137,11 +137,6 @@ def _digest(header: Mapping[str, Any]) -> str:
     """SHA-256 of what ``state.json`` says, but for this."""
     text = json.dumps({key: value for key, value in header.items() if key != "digest"}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def saved_steps(folder: Path) -> list[int]:
-    """Steps that have a complete checkpoint in ``folder``, ascending."""
-    return [step for step in numbered(folder) if (folder / f"step-{step}").is_dir()]
 
 
 def load_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:

@@ -55,7 +55,7 @@ from mantissa.verl.batch import Rows, by_temperature
 from mantissa.verl.checkpoint import Checkpoints
 from mantissa.verl.engine_options import EngineOptions
 from mantissa.verl.flowrl import FlowRL
-from mantissa.verl.refusals import get, of_batch, of_checkpoint, of_engine, of_family, of_model, of_optimizer, refuse
+from mantissa.verl.refusals import get, of_batch, of_checkpoint, of_engine, of_family, of_model, of_optimizer, of_section, refuse
 from mantissa.verl.schedule import Schedule
 from mantissa.verl.wire import TENSOR, Setup
 
@@ -116,7 +116,7 @@ class MantissaEngine(BaseEngine):
         if not self.frozen:
             refuse(_CALLED, of_optimizer(optimizer_config))
             refuse(_CALLED, of_checkpoint(checkpoint_config))
-        self.options = EngineOptions.of(get(engine_config, "mixed_precision"))
+        self.options = EngineOptions.of(get(engine_config, "mixed_precision"), learns=not self.frozen)
         self.ranks = Ranks(self.ranks.rank, self.ranks.world, self.ranks.device, self.options.shard)
         self.policy = self.options.policy(engine_config.dtype)
         self.model_config, self.engine_config = model_config, engine_config
@@ -456,12 +456,11 @@ def _padding_row(config: Any, vocabulary: int) -> int | None:
 class RefusedValueEngine(BaseEngine):
     """There is no critic here; verl's own can stand beside our actor."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise MantissaError(
-            "critic.strategy=mantissa: a critic is not supported; set critic.strategy=fsdp2 for verl's own beside this "
-            "actor, or an estimator without one (algorithm.adv_estimator=grpo)"
-        )
+    def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
+        by = str(engine_config.strategy)
+        refuse(f"critic.strategy={by}", of_section("critic", {"strategy": by}, by))
 
 
+_PLUGIN = ["mantissa", "mantissa_fsdp2"]
 EngineRegistry.register(model_type="language_model", backend="mantissa", device=["cpu", "cuda"])(MantissaEngine)
-EngineRegistry.register(model_type="value_model", backend="mantissa", device=["cpu", "cuda"])(RefusedValueEngine)
+EngineRegistry.register(model_type="value_model", backend=_PLUGIN, device=["cpu", "cuda"])(RefusedValueEngine)

@@ -19,7 +19,9 @@ from mantissa.base.errors import MantissaError
 from mantissa.precision import PrecisionPolicy
 from mantissa.rl.config.sections import LossScalingConfig
 from mantissa.training import Masters, Moments
+from mantissa.verl.options import plain
 
+_OF_REFERENCE = {"precision", "shard", "length", "rows"}
 WHERE = "actor_rollout_ref.actor.fsdp_config.mixed_precision"
 
 
@@ -58,13 +60,19 @@ class EngineOptions(Section):
     )
 
     @classmethod
-    def of(cls, given: Mapping[str, Any] | None) -> EngineOptions:
-        """From verl's dictionary, or what stands for none."""
-        values = {str(key): _plain(value) for key, value in dict(given or {}).items()}
+    def of(cls, given: Mapping[str, Any] | None, learns: bool = True) -> EngineOptions:
+        """From verl's dictionary, or what stands for none. ``learns``: not of a reference, of which most options would
+        do nothing."""
+        values = plain(given or {})
         if "param_dtype" in values or "reduce_dtype" in values or "buffer_dtype" in values:
             raise MantissaError(
                 f"{WHERE}: param_dtype, reduce_dtype and buffer_dtype are FSDP's; with strategy=mantissa the learner's "
                 "format is precision.train, and masters and sums of gradients are fp32; leave them out"
+            )
+        if not learns and (idle := sorted(values.keys() & cls.model_fields.keys() - _OF_REFERENCE)):
+            raise MantissaError(
+                f"actor_rollout_ref.ref.fsdp_config.mixed_precision.{idle[0]}: a reference takes no step; expected "
+                f"{', '.join(sorted(_OF_REFERENCE))}; leave it out"
             )
         return cls(**values)
 
@@ -76,12 +84,3 @@ class EngineOptions(Section):
             return PrecisionPolicy.parse(self.precision)
         given = {"train": dtype, **self.precision}
         return PrecisionPolicy.parse({"rollout": given["train"], **given})
-
-
-def _plain(value: Any) -> Any:
-    """omegaconf's containers as Python's: pydantic takes no others."""
-    if hasattr(value, "items"):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)) or type(value).__name__ == "ListConfig":
-        return [_plain(each) for each in value]
-    return value

@@ -31,6 +31,7 @@ from mantissa.base.readers.json import read_json
 from mantissa.training import OptimizerStep, StepOutcome
 from mantissa.verl.flowrl import FlowRL
 from mantissa.verl.options import fsdp2_options
+from mantissa.verl.refusals import of_section, refuse
 
 _LOG = logging.getLogger(__name__)
 STATE = "mantissa.json"  # in the actor's folder of a checkpoint: counts and the scaler
@@ -201,14 +202,9 @@ _DTYPES = {"param_dtype", "reduce_dtype", "buffer_dtype"}  # what verl reads of 
 
 def _refuse(options: Any, model_config: Any, engine_config: Any) -> None:
     """``MantissaError`` for what this engine does not do, before anything is loaded."""
-    qat = getattr(engine_config, "qat", None)
+    role = "ref" if engine_config.forward_only else "actor"
+    refuse("strategy=mantissa_fsdp2", of_section(f"{role}.fsdp_config", engine_config, by="mantissa_fsdp2"))
     refused = [
-        (bool(qat and qat.enable), "fsdp_config.qat.enable=True: use verl's strategy=fsdp2 for it"),
-        (
-            not engine_config.forward_only and engine_config.model_dtype not in (None, "fp32", "float32"),
-            f"fsdp_config.model_dtype={engine_config.model_dtype}: expected fp32, the masters that steps are added to; "
-            "what is computed in is mixed_precision.param_dtype",
-        ),
         (
             engine_config.forward_only and not options.model_fields_set <= _DTYPES,
             "ref.fsdp_config.mixed_precision: a frozen model takes param_dtype, reduce_dtype and buffer_dtype alone",

@@ -1,4 +1,5 @@
-"""How each of verl's trainers finds the gate that its configuration asks for (``gate``), and the rollout by its name.
+"""How each of verl's trainers has its configuration judged before it has a worker (``refusals``), finds the gate that it
+asks for (``gate``), and the rollout by its name.
 
 verl imports ``model.external_lib`` where it reads the model's configuration, which is not in every trainer's process:
 that of ``fully_async_policy`` never does. Its entry points it loads in every process, but before any trainer is there.
@@ -63,7 +64,12 @@ def _change_v1(module: ModuleType) -> None:
     """``PPOTrainer``: its gate is made before the first step, and looks where old log-probs have been computed."""
     with plugin_points():
         trainer: Any = module.PPOTrainer
-        score, fit = trainer._compute_old_log_prob, trainer.fit
+        score, fit, init = trainer._compute_old_log_prob, trainer.fit, trainer.init
+
+    @functools.wraps(init)
+    def judged_init(self: Any) -> Any:
+        _judge(self.config)
+        return init(self)
 
     @functools.wraps(fit)
     def gated_fit(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -79,7 +85,7 @@ def _change_v1(module: ModuleType) -> None:
             metrics.update(getattr(self, _GATE).look(self, scored))
         return scored
 
-    trainer.fit, trainer._compute_old_log_prob = gated_fit, gated_score
+    trainer.init, trainer.fit, trainer._compute_old_log_prob = judged_init, gated_fit, gated_score
 
 
 def _change_v0(module: ModuleType) -> None:
@@ -94,6 +100,7 @@ def _change_v0(module: ModuleType) -> None:
 
     @functools.wraps(init)
     def gated_init(self: Any) -> Any:
+        _judge(self.config)
         _make_gate(self, scored)
         return init(self)
 
@@ -117,6 +124,7 @@ def _change_separate(module: ModuleType) -> None:
 
     @functools.wraps(pools)
     def gated_pools(self: Any) -> Any:
+        _judge(self.config)
         _make_gate(self, self._mantissa_score)
         return pools(self)
 
@@ -158,13 +166,37 @@ def _change_replicas(module: ModuleType) -> None:
         module.RolloutReplicaRegistry.register("mantissa", replica)
 
 
+def _change_validation(module: ModuleType) -> None:
+    """verl's own validation of a job, which most entry points ask before they start Ray: of the plugin's parts too."""
+    with plugin_points():
+        validate = module.validate_config
+
+    @functools.wraps(validate)
+    def validated(config: Any, *arguments: Any, **named: Any) -> Any:
+        _judge(config)
+        return validate(config, *arguments, **named)
+
+    module.validate_config = validated  # type: ignore[attr-defined]
+    package = sys.modules.get(module.__name__.rpartition(".")[0])
+    if package is not None and hasattr(package, "validate_config"):
+        package.validate_config = validated  # type: ignore[attr-defined]
+
+
 _CHANGES: dict[str, Change] = {
+    "verl.utils.config": _change_validation,
     "verl.workers.rollout.replica": _change_replicas,
     "verl.trainer.ppo.v1.trainer_base": _change_v1,
     "verl.trainer.ppo.ray_trainer": _change_v0,
     "verl.experimental.separation.ray_trainer": _change_separate,
     "verl.experimental.one_step_off_policy.ray_trainer": _change_one_step,
 }
+
+
+def _judge(config: Any) -> None:
+    """``MantissaError`` for what a job asks of the plugin's parts that they do not do."""
+    from mantissa.verl.refusals import before_workers  # which imports more than each process of a job needs
+
+    before_workers(config)
 
 
 def _make_gate(trainer: Any, score: Callable[[Any, Any], Any]) -> None:

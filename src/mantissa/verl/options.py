@@ -64,6 +64,13 @@ class Fsdp2Options(Section):
 
 def fsdp2_options(mixed_precision: Mapping[str, Any] | None) -> Fsdp2Options:
     """The section as verl hands it over; ``MantissaError`` for its first mistake."""
-    from verl.utils.py_functional import convert_to_regular_types
+    return Fsdp2Options(**plain(mixed_precision or {}))
 
-    return Fsdp2Options(**(convert_to_regular_types(mixed_precision) or {}))
+
+def plain(value: Any) -> Any:
+    """omegaconf's containers as Python's: pydantic takes no others."""
+    if hasattr(value, "items"):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)) or type(value).__name__ == "ListConfig":
+        return [plain(each) for each in value]
+    return value

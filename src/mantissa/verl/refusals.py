@@ -1,21 +1,226 @@
-"""What verl can be asked and Mantissa's engine or rollout does not do: each is refused by its key before a step.
+"""What verl can be asked and Mantissa's engines and rollout do not do: refused by its key, before a job has a worker.
 
-A key that would do nothing is refused as well, but for those that only trade memory for time in verl's own engine
-(``enable_gradient_checkpointing``, ``forward_prefetch``, ``use_torch_compile`` and their like): they are on by default,
-and change no number.
+Which keys those are is data (``keys.yaml``), with those that change nothing of what is computed and why. A trainer's
+configuration is judged as a whole (``before_workers``), and each engine and server judges its own sections again, for
+a program that makes them by itself. ``mantissa check`` asks the same table.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from mantissa.base.config import Refusals
 from mantissa.base.errors import MantissaError
+from mantissa.base.readers.yaml import read_shipped
 from mantissa.precision import PrecisionPolicy
-from mantissa.rollout.support import ignored
 from mantissa.verl.engine_options import WHERE, EngineOptions
+from mantissa.verl.options import fsdp2_options
 
-_ACTOR, _MODEL, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+_ROOT = "actor_rollout_ref."
+_UNDER_ROOT = ("actor.", "ref.", "model.", "rollout.")
+_ACTOR, _MODEL = f"{_ROOT}actor", f"{_ROOT}model"
+_NULL = "null"
+_CONTENTS, _KNOWN = ("save_contents", "load_contents"), {"model", "optimizer", "extra", "hf_model"}
+_PRECISION = "fsdp_config.mixed_precision.precision"
+_VERL_S = "bfloat16"  # verl's default of every dtype, which may stand beside what decides
+_SHORT = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
+_RANKS = ("trainer.nnodes", "trainer.n_gpus_per_node")
+
+Value = Callable[[str], Any]  # of a key, without ``actor_rollout_ref.``; None where there is none
+
+
+@dataclass(frozen=True)
+class Row:
+    """A key that ends a job where its value is neither ``fine`` nor null. ``engines``: by which."""
+
+    key: str
+    why: str
+    fine: tuple[Any, ...]
+    engines: tuple[str, ...]
+
+    def said(self, value: Value) -> str:
+        """What was expected and what to do, where the key's value ends the job; else an empty text."""
+        given, fine = _word(value(self.key)), [_word(_meant(each, value)) for each in self.fine]
+        return "" if given in (*fine, _NULL) else f"expected {' or '.join(fine)}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A key that ends a job: its value, who refuses it (the setting that chose it), and what was expected."""
+
+    key: str
+    given: str
+    by: str
+    said: str
+
+    @property
+    def text(self) -> str:
+        """One line."""
+        return f"{self.by}: {_full(self.key)}={self.given}: {self.said}"
+
+
+def _word(value: Any) -> str:
+    """A value as hydra prints it: the same for ``1.0``, ``1`` and "1", for null, what is empty and no key."""
+    if value is None or (isinstance(value, str) and value.lower() in ("", "none", _NULL)):
+        return _NULL
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return f"{value:g}"
+    if not isinstance(value, str):
+        return str(value) if len(value) else _NULL
+    try:
+        return f"{float(value):g}"
+    except ValueError:
+        return value.lower() if value.lower() in ("true", "false") else value
+
+
+def _meant(fine: Any, value: Value) -> Any:
+    """A value of the table, ``=ranks`` and ``=KEY`` put in."""
+    if not isinstance(fine, str) or not fine.startswith("="):
+        return fine
+    if fine != "=ranks":
+        return value(fine[1:])
+    sizes = [_word(value(key)) for key in _RANKS]
+    return int(sizes[0]) * int(sizes[1]) if all(map(str.isdigit, sizes)) else None
+
+
+@cache
+def _table() -> tuple[tuple[Row, ...], dict[str, str]]:
+    table = read_shipped(Path(__file__).with_name("keys.yaml"))
+    made = []
+    for group in table["refused"]:
+        engines = tuple(group.get("engines", ("mantissa",)))
+        for under in group["under"]:
+            for name, said in group["keys"].items():
+                made.append(Row(f"{under}.{name}", said["why"], tuple(said["fine"]), engines))
+    return tuple(made), table["idle"]
+
+
+def rows() -> tuple[Row, ...]:
+    """Every key that may end a job."""
+    return _table()[0]
+
+
+def idle(key: str) -> str:
+    """Why a key of verl's tree changes nothing of what ``strategy=mantissa`` computes, or an empty text, also for one that
+    may end a job."""
+    if any(row.key == key for row in rows()):
+        return ""
+    return next((why for pattern, why in _table()[1].items() if fnmatchcase(key, pattern)), "")
+
+
+def _judges(key: str, value: Value) -> list[str]:
+    """The settings that choose who reads a key."""
+    section = key.partition(".")[0]
+    if section == "critic" and not _needs_critic(value):
+        return []
+    chosen = {"model": ["actor.strategy", "rollout.name"], "rollout": ["rollout.name"]}
+    return chosen.get(section, [f"{section}.strategy"])
+
+
+def _needs_critic(value: Value) -> bool:
+    """verl's own rule."""
+    asked = _word(value("critic.enable"))
+    return asked == "true" if asked != _NULL else _word(value("algorithm.adv_estimator")) == "gae"
+
+
+def refused(value: Value) -> Iterator[Refused]:
+    """Each key for which a job's configuration is refused."""
+    for row in rows():
+        names = {setting: _word(value(setting)) for setting in _judges(row.key, value)}
+        by = next((f"{setting}={name}" for setting, name in names.items() if name in row.engines), "")
+        if by and (said := row.said(value)):
+            yield Refused(row.key, _word(value(row.key)), by, said)
+    ours = [setting for setting in _judges("model", value) if _word(value(setting)) == "mantissa"]
+    if ours:
+        for key, given, said in _overridden(value("model.override_config")):
+            yield Refused(key, given, f"{ours[0]}=mantissa", said)
+    if _word(value("actor.strategy")) == "mantissa":
+        for name in _CONTENTS:
+            if said := _unknown_contents(value(f"actor.checkpoint.{name}")):
+                yield Refused(f"actor.checkpoint.{name}", said[0], "actor.strategy=mantissa", said[1])
+    yield from _other_formats(value)
+
+
+def _other_formats(value: Value) -> Iterator[Refused]:
+    """verl's keys of a format that name another than what runs, where the engine's options decide."""
+    for role in ("actor", "ref"):
+        if _word(value(f"{role}.strategy")) != "mantissa":
+            continue
+        try:
+            dtype = value(f"{role}.fsdp_config.dtype") or _VERL_S
+            policy = _options(value, role).policy(dtype)
+        except MantissaError:  # a mistake in the options, which is said for itself
+            continue
+        keys = {f"{role}.fsdp_config.dtype": policy.train}
+        if role == "actor" and _word(value("rollout.name")) == "mantissa":
+            keys["rollout.dtype"] = policy.rollout
+            if (given := _word(value("rollout.quantization"))) != _NULL:
+                said = f"expected null: actor.{_PRECISION} says the rollout's format; set its rollout=fp8, and leave it out"
+                yield Refused("rollout.quantization", given, "actor.strategy=mantissa", said)
+        for key, active in keys.items():
+            given = _word(value(key))
+            if given not in (_VERL_S, _NULL) and _SHORT.get(given, given) != active:
+                said = f"expected {active}, the format that {role}.{_PRECISION} gives it: leave it out, or change that"
+                yield Refused(key, given, f"{role}.strategy=mantissa", said)
+
+
+def _options(value: Value, role: str) -> EngineOptions:
+    return EngineOptions.of(value(f"{role}.fsdp_config.mixed_precision"), learns=role == "actor")
+
+
+def _overridden(section: Any) -> Iterator[tuple[str, str, str]]:
+    """Key, value and what was expected of each setting that would change the model's own configuration."""
+    for name, given in section.items() if hasattr(section, "items") else ():
+        if name != "attn_implementation" and _word(given) != _NULL:
+            yield f"model.override_config.{name}", _word(given), "the model's own configuration is used; leave it out"
+
+
+def _unknown_contents(contents: Any) -> tuple[str, str] | None:
+    """What a checkpoint is to hold that none has, and what was expected."""
+    unknown = sorted(set(contents or ()) - _KNOWN) if not isinstance(contents, str) else []
+    return (", ".join(unknown), f"expected some of {', '.join(sorted(_KNOWN))}") if unknown else None
+
+
+def before_workers(config: Any) -> None:
+    """Judge a trainer's whole configuration. ``MantissaError`` with the first that is refused, a mistake in the options
+    of a plugin's engine included."""
+
+    def value(key: str) -> Any:
+        return get(config, _full(key))
+
+    for found in refused(value):
+        raise MantissaError(found.text)
+    for role in ("actor", "ref"):
+        engine = _word(value(f"{role}.strategy"))
+        if engine == "mantissa":
+            _options(value, role)
+        elif engine == "mantissa_fsdp2":
+            fsdp2_options(value(f"{role}.fsdp_config.mixed_precision"))
+
+
+def _full(key: str) -> str:
+    return _ROOT + key if key.startswith(_UNDER_ROOT) else key
+
+
+def of_section(under: str, section: Any, by: str = "mantissa", ranks: int | None = None) -> Refusals:
+    """The table's rows about one of verl's sections, for the engine or rollout ``by``."""
+
+    def value(key: str) -> Any:
+        if key in _RANKS:
+            return ranks if key == _RANKS[0] else 1
+        return get(section, key.removeprefix(f"{under}."))
+
+    for row in rows():
+        if row.key.startswith(f"{under}.") and by in row.engines:
+            said = row.said(value)
+            yield said, f"{_full(row.key)}={_word(value(row.key))}: {said}"
 
 
 def get(section: Any, path: str, default: Any = None) -> Any:
@@ -36,15 +241,11 @@ def refuse(called: str, refusals: Refusals) -> None:
 
 def of_model(model: Any) -> Refusals:
     """Of ``actor_rollout_ref.model``."""
-    yield get(model, "lora_rank", 0) > 0 or get(model, "lora.rank", 0) > 0, f"{_MODEL}.lora_rank: LoRA is not supported"
-    yield get(model, "lora_adapter_path"), f"{_MODEL}.lora_adapter_path: LoRA is not supported"
+    yield from of_section("model", model)
     vision = [name for name in ("vision_config", "audio_config") if get(model, f"hf_config.{name}") is not None]
     yield vision, f"{_MODEL}.path: a multimodal model ({' and '.join(vision)}) is not supported"
-    yield get(model, "mtp.enable"), f"{_MODEL}.mtp: multi-token prediction is not supported"
-    for name in ("use_liger", "use_fused_kernels", "tiled_mlp.enabled", "enable_activation_offload"):
-        yield get(model, name), f"{_MODEL}.{name} does nothing with kernels that are not transformers'; leave it out"
-    given = set(get(model, "override_config") or {}) - {"attn_implementation", "model_config"}
-    yield given, f"{_MODEL}.override_config.{next(iter(sorted(given)), '')}: the model's own configuration is used"
+    for key, given, said in _overridden(get(model, "override_config")):
+        yield True, f"{_full(key)}={given}: {said}"
 
 
 def of_family(policy: PrecisionPolicy, options: EngineOptions, why: str) -> Refusals:
@@ -62,42 +263,21 @@ def of_family(policy: PrecisionPolicy, options: EngineOptions, why: str) -> Refu
 
 def of_engine(engine: Any, ranks: int) -> Refusals:
     """Of ``actor.fsdp_config`` (or ``ref.fsdp_config``)."""
-    section = f"{_ACTOR}.fsdp_config"
-    for name in ("param_offload", "optimizer_offload", "offload_policy"):
-        yield get(engine, name), f"{section}.{name}: offloading is not supported"
-    sequence = get(engine, "ulysses_sequence_parallel_size", 1)
-    yield sequence > 1, f"{section}.ulysses_sequence_parallel_size={sequence}: sequence parallelism is not supported"
-    size = get(engine, "fsdp_size", -1)
-    yield size not in (-1, ranks), f"{section}.fsdp_size={size}: shards are over all {ranks} ranks; leave it out"
-    yield get(engine, "qat.enable"), f"{section}.qat: verl's own quantisation is not supported; use precision"
-    mode = get(engine, "router_replay.mode", "disabled")
-    yield mode != "disabled", f"router_replay.mode={mode}: router replay is not supported"
-    yield get(engine, "pad_to_length"), f"{section}.pad_to_length does nothing: sequences are packed; leave it out"
-    yield get(engine, "model_dtype", "fp32") not in ("fp32", "float32"), f"{section}.model_dtype: masters are fp32"
+    role = "ref" if get(engine, "forward_only", False) else "actor"
+    return of_section(f"{role}.fsdp_config", engine, ranks=ranks)
 
 
 def of_optimizer(optim: Any) -> Refusals:
     """Of ``actor.optim``."""
-    section = f"{_ACTOR}.optim"
-    name, library = get(optim, "optimizer", "AdamW"), get(optim, "optimizer_impl", "torch.optim")
-    yield (
-        (name, library) != ("AdamW", "torch.optim"),
-        f"{section}.optimizer={library}.{name}: AdamW is the optimiser; 8-bit moments are mixed_precision.moments=8bit",
-    )
-    yield (
-        get(optim, "override_optimizer_config"),
-        f"{section}.override_optimizer_config: not supported; Adam's epsilon is mixed_precision.eps",
-    )
+    return of_section("actor.optim", optim)
 
 
 def of_checkpoint(checkpoint: Any) -> Refusals:
     """Of ``actor.checkpoint``."""
-    section = f"{_ACTOR}.checkpoint"
-    yield get(checkpoint, "async_save"), f"{section}.async_save is not supported; a checkpoint is written at once"
-    known = {"model", "optimizer", "extra", "hf_model"}
-    for name in ("save_contents", "load_contents"):
-        unknown = sorted(set(get(checkpoint, name) or ()) - known)
-        yield unknown, f"{section}.{name}: {', '.join(unknown)}: expected some of {', '.join(sorted(known))}"
+    yield from of_section("actor.checkpoint", checkpoint)
+    for name in _CONTENTS:
+        if said := _unknown_contents(get(checkpoint, name)):
+            yield True, f"{_ACTOR}.checkpoint.{name}: {said[0]}: {said[1]}"
 
 
 def of_batch(flags: dict[str, Any], keys: set[str]) -> Refusals:
@@ -113,27 +293,4 @@ def of_batch(flags: dict[str, Any], keys: set[str]) -> Refusals:
 
 def of_rollout(rollout: Any) -> Refusals:
     """Of ``actor_rollout_ref.rollout``."""
-    for name in ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"):
-        size = get(rollout, name, 1)
-        yield size > 1, f"{_ROLLOUT}.{name}={size}: a server is one process; set it to 1"
-    penalty = get(rollout, "repetition_penalty", 1.0)
-    yield penalty != 1.0, f"{_ROLLOUT}.repetition_penalty={penalty}: not supported, for the learner knows none; set 1.0"
-    quantization = get(rollout, "quantization")
-    yield quantization not in (None, "fp8"), f"{_ROLLOUT}.quantization={quantization}: only fp8 is supported"
-    yield get(rollout, "mtp.enable"), f"{_ROLLOUT}.mtp: multi-token prediction is not supported"
-    yield get(rollout, "qat.enable"), f"{_ROLLOUT}.qat: verl's own quantisation is not supported"
-    yield get(rollout, "enable_rollout_routing_replay"), f"{_ROLLOUT}.enable_rollout_routing_replay is not supported"
-    yield get(rollout, "disaggregation.enabled"), f"{_ROLLOUT}.disaggregation is not supported"
-    yield get(rollout, "limit_images"), f"{_ROLLOUT}.limit_images: multimodal prompts are not supported"
-    top_k, top_p = max(get(rollout, "top_k", -1), 0), get(rollout, "top_p", 1.0)
-    yield (
-        top_k > 0 or top_p < 1,
-        f"{_ROLLOUT}.{'top_k' if top_k else 'top_p'}={top_k or top_p:g}: verl's {ignored(top_k, top_p)}; leave it out "
-        "(val_kwargs may have one)",
-    )
-    mode = get(rollout, "logprobs_mode", "processed_logprobs")
-    yield (
-        mode not in (None, "processed_logprobs"),
-        f"{_ROLLOUT}.logprobs_mode={mode}: log-probs are of the distribution drawn from; set processed_logprobs",
-    )
-    yield get(rollout, "engine_kwargs.mantissa"), f"{_ROLLOUT}.engine_kwargs.mantissa: there are none; leave it out"
+    return of_section("rollout", rollout)

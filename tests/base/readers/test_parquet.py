@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from mantissa.base.errors import MantissaError
-from mantissa.base.readers.parquet import read_rows, values_in
+from mantissa.base.readers.parquet import read_rows, values_in, write_sealed
 
 
 @pytest.mark.parametrize("rows", [0, 1, 20, 3000])
@@ -44,3 +44,20 @@ def test_a_column_without_its_metadata_is_an_error_where_pyarrow_ends_the_proces
                 continue
             refused += 1
     assert refused
+
+
+def test_no_flipped_bit_of_a_sealed_file_gives_other_rows(tmp_path: Path) -> None:
+    rows = [{"id": i, "text": f"p{i}", "logp": [-0.5 * i] * (i % 3), "none": None} for i in range(12)]
+    path = tmp_path / "rows.parquet"
+    write_sealed(pyarrow.Table.from_pylist(rows), path)
+    assert pyarrow.parquet.read_table(path).to_pylist() == rows  # whoever else reads it
+    content = path.read_bytes()
+    kept = 0
+    for place in range(0, 8 * len(content), 61):
+        changed = bytearray(content)
+        changed[place // 8] ^= 1 << place % 8
+        path.write_bytes(changed)
+        with contextlib.suppress(MantissaError):
+            assert list(read_rows(path)) == rows
+            kept += 1
+    assert kept <= 8 * len(b"mantissa.sha256")  # a file without a seal is one of somebody else's

@@ -13,7 +13,7 @@ from verl_rehearsals import KINDS, command
 import mantissa
 from mantissa.launch import Plan, launch_file, load_options
 from mantissa.launch.export import export
-from mantissa.launch.facts import FACTS, IGNORED, Engine, Fact, full
+from mantissa.launch.facts import FACTS, Engine, Fact
 from mantissa.launch.rehearsal import rehearse
 from mantissa.rl import load_recipe
 
@@ -43,19 +43,6 @@ def has(tree: Any, key: str) -> bool:
         if node is not None and node._is_interpolation():
             node = node._dereference_node()
     return True
-
-
-def test_the_tree_has_each_key_where_no_plus_is_written_and_only_there(
-    trees: dict[str, Any], verl_version: str
-) -> None:
-    """Those that are read, and those that are ignored."""
-    read = [fact for fact in FACTS.values() if verl_version in fact.versions]
-    assert [
-        (row.key, engine)
-        for row in (*read, *IGNORED)
-        for engine in row.engines
-        if has(trees[engine], full(row.key)) is row.new
-    ] == []
 
 
 def test_the_file_that_is_said_to_read_a_key_names_it(verl_folder: Path, verl_version: str) -> None:

@@ -3,6 +3,7 @@
 | format | module | bounded |
 |---|---|---|
 | YAML | ``yaml`` | characters, brackets, values with every alias written out |
+| TOML | ``toml`` | bytes, parts of a key, levels, values |
 | JSON, a document or rows | ``json`` | bytes, levels, values, digits; text that UTF-8 cannot hold |
 | pickles of tensors | ``pickles`` | names, bytes, operations, values with every reference written out |
 | NumPy's archives | ``npz`` | as zip's; numbers alone |
@@ -37,6 +38,7 @@ def readers() -> dict[str, Callable[[Path], Any]]:
         safetensors,
         sqlite,
         tokenizers,
+        toml,
         torch_files,
         yaml,
         zips,
@@ -44,12 +46,14 @@ def readers() -> dict[str, Callable[[Path], Any]]:
 
     return {
         "yaml": yaml.read_yaml,
+        "toml": toml.read_toml,
         "csv": lambda path: list(csv.read_csv(path)),
         "events": events.read_events,
         "npz": npz.read_npz,
         "json": json.read_json,
         "json rows": lambda path: list(json.read_rows(path)),
         "pickles": pickles.load,
+        "pickles of objects": lambda path: pickles.load(path, records=True),
         "zips": zips.read_zip,
         "torch files": torch_files.read_torch,
         "safetensors": safetensors.read_tensors,

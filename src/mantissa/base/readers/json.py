@@ -18,12 +18,13 @@ from mantissa.base.bounds import boundary
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.limits import Limits, opened, require_size
 
-DOCUMENT = Limits(256 << 20, 100, 20_000_000)  # state, settings, an index, an answer from a server
-ROW = Limits(64 << 20, 100, 20_000_000)
+DOCUMENT = Limits(256 << 20, 100, 10_000_000)  # state, settings, an index, an answer from a server
+ROW = Limits(64 << 20, 100, 10_000_000)
 # What a program printed or a test expects: whole numbers as long as Python itself reads them.
-VALUE = Limits(64 << 20, 100, 20_000_000, digits=4300)
+VALUE = Limits(64 << 20, 100, 10_000_000, digits=4300)
 _LARGEST_FILE = 4 << 30  # of rows
 _AS_ZEROS = bytes(ord("0") if byte in b"0123456789" else ord(" ") for byte in range(256))
+_TEXT = re.compile(r'"(?:[^"\\]++|\\.)*+"', re.S)
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -34,16 +35,23 @@ def parse_json(text: str | bytes, limits: Limits = DOCUMENT) -> Any:
     text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     if not text.isascii():
         text.encode()  # which half of a surrogate pair fails
+    brackets = text.count("[") + text.count("{")
+    if brackets + text.count(",") >= limits.values and _marks(_TEXT.sub("", text)) >= limits.values:
+        raise ValueError(f"more than {limits.values:,} values")  # before they are made: each takes a hundred bytes
     long = _has_run(text, limits.digits + 1)  # maybe within a text, hence not refused here
     hook = _short(limits.digits) if long else None
     try:
         value = json.loads(text, parse_int=hook)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    brackets = text.count("[") + text.count("{")
-    if brackets > limits.depth or brackets + text.count(",") >= limits.values or _HALF.search(text):
-        _check(value, limits)
+    if brackets > limits.depth or _HALF.search(text):
+        require_few(value, limits)
     return value
+
+
+def _marks(text: str) -> int:
+    """What begins a value or comes between two: of a whole document at most one less than its values."""
+    return sum(map(text.count, "[{,"))
 
 
 def _has_run(text: str, digits: int) -> bool:
@@ -100,7 +108,7 @@ def _short(digits: int) -> Any:
     return whole
 
 
-def _check(value: Any, limits: Limits) -> None:
+def require_few(value: Any, limits: Limits) -> None:
     """Raise for too many levels or values, and for half of a surrogate pair; level by level, without a stack."""
     layer, values, levels = [value], 1, 0
     while layer:

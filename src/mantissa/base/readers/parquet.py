@@ -1,28 +1,84 @@
 """The one reader of parquet: rows in small batches, bounded by what they are unpacked and not by what lies on disk.
 
 A few bytes can stand for a million rows (run lengths, dictionaries), so the metadata is looked at before anything is
-unpacked, and what comes is counted since the metadata may lie. pyarrow ends the whole process where a column's chunk
+unpacked, and what comes is counted since the metadata may lie: each batch as it is made (``memory_limit``), and all
+together against the size of the file. pyarrow ends the whole process where a column's chunk
 lacks its metadata (an exception of C++ that nothing catches), so the one number that must be known before it is called
 is looked up without it: ``num_values`` of each chunk, in the footer's Thrift compact protocol (Apache Parquet's
 ``parquet.thrift``: FileMetaData 4, RowGroup 1, ColumnChunk 3, ColumnMetaData 5).
+
+What we write for ourselves is sealed: the SHA-256 of the whole file, its own place filled with zeros, is an entry of
+its footer. Parquet's checksums are of pages alone, and a flipped bit in what says how pages are read gives other values
+just as quietly.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mantissa.base.bounds import boundary
+from mantissa.base.bounds import boundary, memory_limit
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.limits import Limits, require_size
 
 LIMITS = Limits(4 << 30, 100, 400_000_000, rows=10_000_000)  # bytes: of the file, and of what is unpacked
-_BATCH_ROWS = 256
+_BATCH_ROWS, _BATCH_BYTES = 256, 32 << 20
+_ALWAYS, _MOST_TIMES = 512 << 20, 200  # bytes that any file may be unpacked to, and how many for each of its own
 _STRUCT, _LIST, _SET, _MAP, _BINARY, _DOUBLE, _BYTE = 12, 9, 10, 11, 8, 7, 3
 _LARGEST = 64 << 20  # bytes of a footer
 _DEPTH = 32
+_SEAL, _UNSEALED = b"mantissa.sha256", b"0" * 64
+_BLOCK = 1 << 20  # bytes hashed at a time
+
+
+def write_sealed(table: Any, path: Path) -> None:
+    """Write a pyarrow table so that a reader of ours sees any change of the file."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetWriter(path, table.schema, compression="zstd") as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata({_SEAL.decode(): _UNSEALED.decode()})
+    place = _place_of(path, _UNSEALED)
+    digest = _digest(path, place)
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(digest)
+
+
+def _place_of(path: Path, text: bytes) -> int:
+    """Where the seal ``text`` lies: behind its name, in the footer. ``ValueError`` where it does not."""
+    with path.open("rb") as file:
+        start = max(0, file.seek(0, 2) - _LARGEST)
+        file.seek(start)
+        end = file.read()
+    name = end.rfind(_SEAL)
+    found = end.find(text, name + len(_SEAL)) if name >= 0 else -1
+    if found < 0:
+        raise ValueError("its seal is not where it is written")
+    return start + found
+
+
+def _digest(path: Path, place: int) -> bytes:
+    """SHA-256, hexadecimal, of a file with zeros where its seal is."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        left = place
+        while left and (block := file.read(min(left, _BLOCK))):
+            found.update(block)
+            left -= len(block)
+        found.update(_UNSEALED)
+        file.seek(place + len(_UNSEALED))
+        while block := file.read(_BLOCK):
+            found.update(block)
+    return found.hexdigest().encode()
+
+
+def _require_seal(path: Path, seal: bytes) -> None:
+    if _digest(path, _place_of(path, seal)) != seal:
+        raise ValueError("it has changed since it was written: its SHA-256 is another")
 
 
 def values_in(path: Path) -> int:
@@ -114,6 +170,8 @@ class Table:
         self.schema = file.schema_arrow
         self.columns: list[str] = self.schema.names
         about = file.metadata
+        packed = sum(about.row_group(number).total_byte_size for number in range(about.num_row_groups))
+        self._batch = max(1, min(_BATCH_ROWS, about.num_rows * _BATCH_BYTES // max(1, packed)))
         if about.num_rows > limits.rows or values > limits.values:
             raise MantissaError(
                 f"{path}: {about.num_rows:,} rows of {values:,} values; expected at most {limits.rows:,} and "
@@ -122,13 +180,39 @@ class Table:
 
     def rows(self, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
         """The rows in order, of these columns alone."""
-        left = self._limits.bytes
-        chosen = None if columns is None else list(columns)
-        for batch in self._file.iter_batches(batch_size=_BATCH_ROWS, columns=chosen, use_threads=False):
-            left -= batch.nbytes
-            if left < 0:
-                raise MantissaError(f"{self._path}: more than {self._limits.bytes:,} bytes when unpacked; give a part")
-            yield from batch.to_pylist()
+        most = min(self._limits.bytes, max(_ALWAYS, _MOST_TIMES * self._path.stat().st_size))
+        left, chosen = most, None if columns is None else list(columns)
+        batches = self._file.iter_batches(batch_size=self._batch, columns=chosen, use_threads=False)
+        while True:
+            with memory_limit():
+                if (batch := next(batches, None)) is None:
+                    return
+                if (schema := _written_out(batch.schema)) != batch.schema:
+                    batch = batch.cast(schema)
+                left -= batch.nbytes
+                if left < 0:
+                    raise MantissaError(f"{self._path}: more than {most:,} bytes when unpacked; give a part")
+                rows = batch.to_pylist()
+            yield from rows
+
+
+def _written_out(schema: Any) -> Any:
+    """The schema with each value by itself, where one stands for many: dictionaries, and views of shared texts."""
+    import pyarrow as pa
+
+    def plain(kind: Any) -> Any:
+        if pa.types.is_dictionary(kind):
+            return plain(kind.value_type)
+        if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+            return pa.large_string() if pa.types.is_string_view(kind) else pa.large_binary()
+        if pa.types.is_struct(kind):
+            return pa.struct([each.with_type(plain(each.type)) for each in kind])
+        if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+            inner = kind.value_field.with_type(plain(kind.value_type))
+            return pa.list_(inner) if pa.types.is_list(kind) else pa.large_list(inner)
+        return kind
+
+    return pa.schema([each.with_type(plain(each.type)) for each in schema], schema.metadata)
 
 
 @contextmanager
@@ -140,6 +224,8 @@ def open_parquet(path: Path, where: str, limits: Limits = LIMITS) -> Iterator[Ta
         require_size(path, limits.bytes)
         values = values_in(path)
         with pyarrow.parquet.ParquetFile(path) as file:
+            if (seal := (file.metadata.metadata or {}).get(_SEAL)) is not None:
+                _require_seal(path, seal)
             yield Table(file, path, values, limits)
 
 

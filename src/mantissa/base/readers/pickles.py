@@ -8,6 +8,9 @@ a file and all the files within it, and what is read is walked once, for few byt
 
 No stand-in lets a pickle change it: each has a ``__setstate__`` of its own, which is what the operation BUILD calls.
 
+A trainer's own arguments (``training_args.bin``) are read where ``records`` are asked for: an object of any class but
+the standard library's is then a dictionary of what the pickle put into it.
+
 Read: torch.save's zip format (torch 1.6 and later), and pickles whose tensors lie in such bytes, as SkyRL writes them.
 The stand-in for anything else that may stand beside the tensors (a device, a dtype) is a text.
 """
@@ -18,6 +21,7 @@ import io
 import math
 import pickle
 import pickletools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,7 @@ from mantissa.base.readers import zips
 
 LARGEST = zips.LARGEST  # bytes of a file, and of all tensors in one
 _MOST_OPERATIONS = 50_000_000  # of a pickle, and values in what it makes
+_MOST_CLASSES = 256  # that a pickle's records may be of
 _LARGEST_INTEGER = 1 << 64  # larger ones can be chosen to share one hash: a dictionary of them takes hours to fill
 _ADVICE = (
     "expected a pickle of tensors, numbers, texts, lists and dictionaries; write it again, as plain jsonl if need be"
@@ -48,8 +53,9 @@ class UnknownClassError(ValueError):
         self.module = module
 
 
-def load(path: Path) -> Any:
-    """What ``path`` holds: numpy arrays where it has tensors (bf16 widened to fp32), else plain values.
+def load(path: Path, *, records: bool = False) -> Any:
+    """What ``path`` holds: numpy arrays where it has tensors (bf16 widened to fp32), else plain values; and, where
+    ``records`` are asked for, a ``Record`` for each object.
 
     ``MantissaError`` for anything damaged, too large, or that names what is not on the list (its cause is then an
     ``UnknownClassError``).
@@ -59,17 +65,20 @@ def load(path: Path) -> Any:
         if size > LARGEST:
             raise MantissaError(f"{path} has {size:,} bytes; expected at most {LARGEST:,}: one step's dump at a time")
         data = path.read_bytes()
-        value = _zip(data, _Budget()) if data.startswith(zips.MAGIC) else _unpickle(data, {}, _Budget())
+        budget = _Budget(records)
+        value = _zip(data, budget) if data.startswith(zips.MAGIC) else _unpickle(data, {}, budget)
         if isinstance(value, NESTED):
             walk(value)
         return value
 
 
 class _Budget:
-    """What a file, with the files within it, may still make; ``inner``: this is one of those within."""
+    """What a file, with the files within it, may still make; ``inner``: this is one of those within; ``classes``: of
+    records, by name, or None where there are to be none."""
 
-    def __init__(self) -> None:
+    def __init__(self, records: bool) -> None:
         self.bytes, self.operations, self.inner = LARGEST, 0, False
+        self.classes: dict[tuple[str, str], type[Record]] | None = {} if records else None
 
     def take(self, count: int) -> None:
         self.bytes -= count
@@ -155,7 +164,15 @@ class _Reader(pickle.Unpickler):
             return type("_BatchOf", (_Batch,), {"budget": self.budget})
         if module == "builtins" and name in ("set", "frozenset", "list", "dict", "tuple"):
             return {"set": set, "frozenset": frozenset, "list": list, "dict": dict, "tuple": tuple}[name]
+        if self.budget.classes is not None and module.split(".")[0] not in sys.stdlib_module_names - {"pathlib"}:
+            return self.record(module, name, self.budget.classes)
         raise UnknownClassError(module, name)
+
+    def record(self, module: str, name: str, classes: dict[tuple[str, str], type[Record]]) -> type[Record]:
+        """The class of records of this name."""
+        if len(classes) > _MOST_CLASSES:
+            raise ValueError(f"objects of more than {_MOST_CLASSES} classes")
+        return classes.setdefault((module, name), type("_RecordOf", (Record,), {"of": f"{module}.{name}"}))
 
     def persistent_load(self, key: Any) -> Any:
         kind, storage, name, _, count = key
@@ -226,6 +243,22 @@ class _Batch(dict[str, Any]):
         self.clear()
         self.update(fields)
         self["metadata"] = state.get("metadata")
+
+
+class Record(dict[str, Any]):
+    """An object of a class that was not looked up: its fields, and as ``arguments`` what it was made of, such as an
+    enumeration's value. ``of``: the class's name."""
+
+    of: str
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__()
+        self["arguments"] = list(arguments)
+
+    def __setstate__(self, state: Any) -> None:
+        if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+            raise ValueError(f"an object of {self.of} whose state is not values by name")
+        self.update(state)
 
 
 class _Array:

@@ -20,8 +20,10 @@ _HEADER = Limits(100_000_000, 8, 4_000_000)
 
 
 @contextmanager
-def open_tensors(path: Path) -> Iterator[tuple[Mapping[str, str], Iterator[tuple[str, Tensor]]]]:
-    """A file's metadata, and the name and tensor of each that is in it, read when it is asked for.
+def open_tensors(
+    path: Path, name: str | None = None
+) -> Iterator[tuple[Mapping[str, str], Iterator[tuple[str, Tensor]]]]:
+    """A file's metadata, and the name and tensor of each that is in it (or of ``name``), read when it is asked for.
 
     ``ValueError`` or the library's own exceptions for what is damaged: a caller's ``boundary`` says whose it is.
     """
@@ -29,7 +31,8 @@ def open_tensors(path: Path) -> Iterator[tuple[Mapping[str, str], Iterator[tuple
 
     _check_header(path)
     with safe_open(str(path), framework="pt") as file:
-        yield file.metadata() or {}, ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 - no dict
+        names = file.keys() if name is None else [name]
+        yield file.metadata() or {}, ((each, file.get_tensor(each)) for each in names)
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
@@ -44,7 +47,15 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return load_tensors(path)
 
 
-def _check_header(path: Path) -> None:
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each of a file's tensors by name, from its header alone. Errors: ``open_tensors``'."""
+    listed = {name: of for name, of in _check_header(path).items() if name != "__metadata__"}
+    if not all(isinstance(of, dict) and isinstance(of.get("shape"), list) for of in listed.values()):
+        raise ValueError("a header whose tensors have no shapes")
+    return {name: tuple(of["shape"]) for name, of in listed.items()}
+
+
+def _check_header(path: Path) -> dict[str, Any]:
     size = require_size(path, _LARGEST_FILE)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -53,3 +64,4 @@ def _check_header(path: Path) -> None:
         header: Any = parse_json(file.read(length), _HEADER)
     if not isinstance(header, dict):
         raise ValueError(f"a header that is a {type(header).__name__}")
+    return header

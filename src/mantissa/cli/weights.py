@@ -1,0 +1,142 @@
+"""``mantissa weights``: whether an engine has the trainer's weights, and what it has where it does not."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mantissa.base.errors import printable
+from mantissa.cli import progress, screen
+
+if TYPE_CHECKING:
+    from mantissa.doctor.weights import Comparison, Fate, Outcome
+
+_Place = Annotated[str, typer.Argument(show_default=False, metavar="TRAINER", help="Weights as the trainer has them.")]
+_SHOWN = 24  # lines of faults
+
+
+def weights(
+    trainer: _Place,
+    engine: Annotated[str, typer.Argument(show_default=False, metavar="ENGINE", help="As the engine has them.")],
+    before: Annotated[
+        str | None, typer.Option(metavar="WEIGHTS", help="The trainer's before the last update: names what is stale.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(metavar="WEIGHTS", help="Of adapters whose settings name no folder here.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a line a tensor.")] = False,
+) -> None:
+    """Say whether ENGINE has TRAINER's weights, tensor by tensor under the engine's own rounding, to the bit.
+
+    Each is a model's folder, a run, an adapter's folder, a GGUF file, a run's or TRL's or verl's checkpoint, or a file
+    of tensors. What did not arrive is explained: stale, another tensor's, transposed, one rank's part, rounded twice,
+    an adapter not merged. Exit code 1: something did not arrive.
+
+    [bold]Examples[/]
+
+    mantissa weights checkpoint-40 served-model --before checkpoint-39
+
+    mantissa weights runs/mine/policy mine-q8_0.gguf
+    """
+    from mantissa.doctor.held import held
+    from mantissa.doctor.weights import compare
+    from mantissa.rl.adapters import policy_folder
+
+    mine, theirs = (held(policy_folder(each), base) for each in (trainer, engine))
+    old = None if before is None else held(policy_folder(before), base)
+    found = compare(mine, theirs, old, progress)
+    progress("")
+    if as_json:
+        for row in _rows(found):
+            typer.echo(json.dumps(row))
+    else:
+        _show(found)
+    raise typer.Exit(0 if found.arrived else 1)
+
+
+def _rows(found: Comparison) -> list[dict[str, Any]]:
+    whole: dict[str, Any] = {"trainer": found.trainer, "engine": found.engine, "arrived": found.arrived}
+    if found.update is not None:
+        whole["update"] = vars(found.update)
+    return [whole, *(vars(each) | {"fate": each.fate.value} for each in found.outcomes)]
+
+
+def _show(found: Comparison) -> None:
+    from rich.text import Text
+
+    from mantissa.doctor.weights import ARRIVED, DO
+
+    console = screen()
+    console.print(Text(printable(_headline(found)), style="bold"))
+    groups: dict[tuple[Fate, str, str], list[Outcome]] = defaultdict(list)
+    for each in found.outcomes:
+        if each.fate not in ARRIVED:
+            groups[each.fate, _kind(each.name), re.sub(r"layers\.\d+\.", "", each.detail)].append(each)
+    lines = sorted(groups.items(), key=lambda item: -sum(each.differing for each in item[1]))
+    for (fate, kind, _), group in lines[:_SHOWN]:
+        console.print(Text(printable(f"  {fate.value}: {kind}{_layers(group)}{_detail(group)}")))
+    if len(lines) > _SHOWN:
+        console.print(f"  and {len(lines) - _SHOWN} more kinds; --json has every tensor")
+    if found.update is not None and (said := _update(found)):
+        console.print(said)
+    for named in dict.fromkeys(key[0] for key, _ in lines):
+        console.print(Text(f"  - {named.value}: {DO[named]}", style="dim"))
+
+
+def _headline(found: Comparison) -> str:
+    from mantissa.doctor.weights import ARRIVED, Fate
+
+    count = len(found.outcomes)
+    kinds = " and ".join(sorted({each.dtype for each in found.outcomes if each.dtype}))
+    total = sum(each.weights for each in found.outcomes)
+    if found.arrived:
+        grid = sum(each.fate is Fate.ON_GRID for each in found.outcomes)
+        how = "to the bit" if not grid else f"{count - grid} to the bit, {grid} within their grid's rounding"
+        return f"The weights arrived: {count} of {count} tensors, {total:,} weights in {kinds}, {how}"
+    lost = [each for each in found.outcomes if each.fate not in ARRIVED]
+    share = sum(each.differing for each in lost) / max(1, total)
+    if len({each.fate for each in lost}) == 1 and len(lost) == count:
+        return f"Nothing arrived: all {count} tensors are {lost[0].fate.value}"
+    return f"Not all weights arrived: {len(lost)} of {count} tensors did not ({share:.2%} of the weights, in {kinds})"
+
+
+def _kind(name: str) -> str:
+    """A tensor's name without its layer."""
+    return re.sub(r"\.(layers|h|blocks)\.\d+\.", ".", f".{name}").lstrip(".").removeprefix("model.")
+
+
+def _layers(of: Sequence[Outcome]) -> str:
+    """Which layers, as ranges."""
+    numbers = sorted({int(found[1]) for each in of if (found := re.search(r"(?:layers|h|blocks)\.(\d+)\.", each.name))})
+    ranges = list[list[int]]()
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    if not ranges:
+        return ""
+    said = ", ".join(f"{low}" if low == high else f"{low} to {high}" for low, high in ranges)
+    return f" of layer{'s' if len(numbers) > 1 else ''} {said}"
+
+
+def _detail(of: Sequence[Outcome]) -> str:
+    said = f" ({of[0].detail})" if of[0].detail else ""
+    return f"{said}, {sum(each.differing for each in of):,} weights"
+
+
+def _update(found: Comparison) -> str:
+    assert found.update is not None
+    moved, seen, kept = found.update.moved, found.update.seen, found.update.kept
+    if not moved:
+        return "The trainer's weights are those of before: there is no update to arrive"
+    share, left = moved / found.update.weights, seen / found.update.weights
+    return (
+        f"The update moved {share:.2%} of the weights; once rounded as the engine rounds, {left:.2%} differ from "
+        f"before, and carry {kept:.2g} of it"
+    )

@@ -1,0 +1,231 @@
+"""Weights as one side holds them, read one at a time: files of the programs that train and serve, or a live model.
+
+| given | is read as |
+|---|---|
+| a Hugging Face folder, ``hub:ORG/NAME`` | its safetensors; TRL's ``checkpoint-N`` is one |
+| an adapter's folder (peft's) | its base with the adapters merged in fp32 |
+| a GGUF file, ``package:NAME`` | dequantised, by Hugging Face names |
+| a run's ``step-N`` | ``policy.safetensors``, the masters |
+| verl's ``global_step_N`` | ``actor/huggingface`` in it |
+| ``.safetensors``, ``.pt``, ``.bin`` | a dictionary of tensors, or one within it |
+| a module, a dictionary | what it holds now |
+
+Codes of fp8 come with their scales: ``X.weight`` in e4m3 beside ``X.weight_scale_inv`` or ``X.weight_scale``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mantissa.base.bounds import boundary
+from mantissa.base.errors import MantissaError
+from mantissa.base.hub import find_model, is_gguf, read_object
+from mantissa.base.readers.safetensors import open_tensors, read_tensors, tensor_shapes
+from mantissa.base.readers.torch_files import read_torch
+from mantissa.model.gguf import open_gguf
+from mantissa.model.huggingface import weight_files
+
+_SCALES = ("_scale_inv", "_scale")
+_DICTIONARIES = ("model_state_dict", "state_dict", "model", "module", "policy")  # of a file with more than weights
+_ROTARY = "rotary_emb.inv_freq"  # computed, never learned
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor. ``values``: as it is stored, codes multiplied by their scales; ``codes``, ``scales`` of fp8, spread
+    to the codes' shape; ``grid``: of a GGUF file, else None."""
+
+    values: Tensor
+    codes: Tensor | None = None
+    scales: Tensor | None = None
+    grid: str | None = None
+
+
+@dataclass(frozen=True)
+class Held:
+    """``where`` it is held, in words; ``shapes`` by name. ``base``, of adapters: the weights without them."""
+
+    where: str
+    shapes: Mapping[str, tuple[int, ...]]
+    read: Callable[[str], Stored]
+    base: Held | None = None
+
+
+Source = str | Path | nn.Module | Mapping[str, Tensor]
+
+
+def held(source: Source, base: str | Path | None = None) -> Held:
+    """The weights of ``source``; ``base``: of an adapter whose settings name no folder that is here.
+
+    ``MantissaError``: nothing of the kinds above, a damaged file, shards that only their own program puts together.
+    """
+    if isinstance(source, nn.Module):
+        return _of_dictionary(type(source).__name__, {name: each.detach() for name, each in _parameters(source)})
+    if isinstance(source, Mapping):
+        return _of_dictionary("a dictionary", source)
+    path = Path(source).expanduser()
+    if is_gguf(str(source)):
+        return _of_gguf(str(source))
+    if path.is_file():
+        return _of_file(path)
+    if path.is_dir():
+        return _of_folder(path, base)
+    return _of_folder(find_model(source), base)
+
+
+def _parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters, and buffers that are saved: a cache of rotary products is neither."""
+    return [(name, each) for name, each in model.state_dict().items() if isinstance(each, Tensor)]
+
+
+def _of_dictionary(where: str, tensors: Mapping[str, Tensor]) -> Held:
+    shapes = {name: tuple(each.shape) for name, each in tensors.items()}
+    return _with_scales(where, shapes, lambda name: tensors[name].detach().cpu())
+
+
+def _of_gguf(name: str) -> Held:
+    found, read = open_gguf(find_model(name))
+    shapes = {each: shape for each, (_, shape) in found.items()}
+    return Held(name, shapes, lambda each: Stored(read(each), grid=found[each][0]))
+
+
+def _of_file(path: Path) -> Held:
+    if path.suffix == ".safetensors":
+        return _of_safetensors(str(path), [path])
+    if path.suffix not in (".pt", ".pth", ".bin", ".ckpt"):
+        raise MantissaError(
+            f"{path}: expected weights: a model's folder, .safetensors, .gguf, .pt, .pth, .bin or .ckpt"
+        )
+    found: Any = read_torch(path)
+    for name in _DICTIONARIES:
+        if isinstance(found, dict) and isinstance(found.get(name), dict):
+            found = found[name]
+    tensors = {str(k): v for k, v in found.items() if isinstance(v, Tensor)} if isinstance(found, dict) else {}
+    if not tensors:
+        raise MantissaError(f"{path}: no weights by name in it; expected a state dict, or one under {_DICTIONARIES[0]}")
+    return _of_dictionary(str(path), tensors)
+
+
+def _of_folder(folder: Path, base: str | Path | None) -> Held:
+    for inside in ("actor/huggingface", "huggingface"):  # of verl, above the folder and in it
+        if (folder / inside).is_dir():
+            return _of_folder(folder / inside, base)
+    if (folder / "policy.safetensors").is_file():
+        return _of_safetensors(str(folder), [folder / "policy.safetensors"])
+    if (folder / "adapter_config.json").is_file() and not list(folder.glob("model*.safetensors")):
+        return _with_adapters(folder, base)
+    if not list(folder.glob("*.safetensors")):
+        for pattern, what in _SHARDS.items():
+            if any(folder.glob(pattern)) or any(folder.glob(f"*/{pattern}")):
+                raise MantissaError(f"{folder}: no safetensors, but {what}")
+        if (folder / "pytorch_model.bin").is_file():
+            return _of_file(folder / "pytorch_model.bin")
+    return _of_safetensors(str(folder), weight_files(folder))
+
+
+_SHARDS = {
+    "model_world_size_*_rank_*.pt": "verl's shards; merge them (python -m verl.model_merger merge), or save "
+    "actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+    "*.distcp": "a distributed checkpoint; turn it into one file (torch.distributed.checkpoint.format_utils)",
+    "*model_states.pt": "DeepSpeed's shards; merge them with the zero_to_fp32.py that lies beside them",
+}
+
+
+def _of_safetensors(where: str, files: list[Path]) -> Held:
+    shapes, places = dict[str, tuple[int, ...]](), dict[str, Path]()
+    for file in files:
+        with boundary(f"{file}: truncated or damaged", "fetch the file again"):
+            found = tensor_shapes(file)
+        shapes |= found
+        places |= dict.fromkeys(found, file)
+
+    def read(name: str) -> Tensor:
+        file = places[name]
+        with boundary(f"{file}: truncated or damaged", "fetch the file again"), open_tensors(file, name) as (_, one):
+            return next(one)[1]
+
+    return _with_scales(where, shapes, read)
+
+
+def _with_scales(where: str, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]) -> Held:
+    """Scales go with their codes."""
+    scales = {f"{name}{end}": name for name in shapes for end in _SCALES if f"{name}{end}" in shapes}
+    of = {name: scale for scale, name in scales.items()}
+
+    def stored(name: str) -> Stored:
+        tensor = read(name)
+        if name not in of:
+            return Stored(tensor)
+        spread = _spread(f"{where}: {of[name]}", read(of[name]).float(), tensor.shape)
+        return Stored(tensor.float() * spread, tensor, spread)
+
+    names = [name for name in shapes if name not in scales and not name.endswith(_ROTARY)]
+    return Held(where, {name: shapes[name] for name in names}, stored)
+
+
+def _spread(what: str, scales: Tensor, shape: torch.Size) -> Tensor:
+    """One scale for each code: of a tensor, of rows, or of square blocks of 128."""
+    if scales.numel() == 1:
+        return scales.reshape(()).expand(shape)
+    if scales.shape[0] == shape[0] and scales.numel() == shape[0]:
+        return scales.reshape(-1, *([1] * (len(shape) - 1))).expand(shape)
+    blocks = tuple(-(-size // 128) for size in shape[-2:])
+    if tuple(scales.shape[-2:]) != blocks or len(shape) < 2:
+        raise MantissaError(
+            f"{what} has shape {tuple(scales.shape)}: expected one scale, one a row, or {blocks} blocks"
+        )
+    return scales.repeat_interleave(128, -2).repeat_interleave(128, -1)[..., : shape[-2], : shape[-1]]
+
+
+def _with_adapters(folder: Path, base: str | Path | None) -> Held:
+    """W + s B A in fp32, of peft's files."""
+    settings = read_object(folder / "adapter_config.json")
+    named = base or settings.get("base_model_name_or_path") or ""
+    try:
+        below = held(named)
+    except MantissaError as error:
+        raise MantissaError(f"{folder}: adapters, whose base is needed ({error}); give it by --base") from None
+    scale = _scale(folder, settings)
+    tensors = {_plain(name): each for name, each in read_tensors(folder / "adapter_model.safetensors").items()}
+    pairs = {name.removesuffix(".lora_A.weight"): each for name, each in tensors.items() if "lora_A" in name}
+    missing = [name for name in pairs if f"{name}.lora_B.weight" not in tensors or f"{name}.weight" not in below.shapes]
+    if missing or not pairs:
+        raise MantissaError(
+            f"{folder}: {missing[0] if missing else 'no adapter'} "
+            + (
+                "has no lora_B, or no weight in the base"
+                if missing
+                else "in it; expected lora_A and lora_B of projections"
+            )
+            + f"; is {below.where} its base?"
+        )
+
+    def read(name: str) -> Stored:
+        module = name.removesuffix(".weight")
+        weight = below.read(name)
+        if module not in pairs:
+            return weight
+        return Stored(
+            weight.values.float() + scale * (tensors[f"{module}.lora_B.weight"].float() @ pairs[module].float())
+        )
+
+    return Held(str(folder), below.shapes, read, below)
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("base_model.model.").replace(".default.", ".")
+
+
+def _scale(folder: Path, settings: Mapping[str, Any]) -> float:
+    rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    if not isinstance(rank, int) or not isinstance(alpha, (int, float)) or rank < 1:
+        raise MantissaError(f"{folder}/adapter_config.json: r={rank!r}, lora_alpha={alpha!r}; expected two numbers")
+    if settings.get("use_dora") or settings.get("rank_pattern") or settings.get("alpha_pattern"):
+        raise MantissaError(f"{folder}: DoRA, or ranks by layer; merge it first (model.merge_and_unload())")
+    return float(alpha / rank**0.5 if settings.get("use_rslora") else alpha / rank)
