@@ -44,8 +44,8 @@ def check(
     """Say which settings of precision, log-probs and correction are ignored, changed, refused or harmful.
 
     Reads scripts (shell, Python) and configurations (YAML, TOML) of verl, TRL, OpenRLHF, NeMo-RL, SkyRL, AReaL,
-    ms-swift, slime, miles and prime-rl, or what a job of theirs saved. Nothing is run. Each answer names the line of the
-    framework's source that shows it.
+    ms-swift, slime, miles and prime-rl, or what a job of theirs saved. Nothing is run. Each answer names the line of
+    the framework's source that shows it.
 
     Exit code 0: every setting does what it says. 1: some do not. 2: bad input. 3: what some do is not known.
 
