@@ -21,11 +21,12 @@ def verl_check() -> str:
     version = VERSIONS[-1]
     rows = [[_verl_key(fact), _verl_default(fact, version), fact.what, fact.trap, f"verl/{fact.read_in}"]
             for fact in FACTS.values() if fact.kind in ("precision", "handed")]  # fmt: skip
-    ignored = []
-    for row in IGNORED:
-        instead = f"; instead `{row.instead}`" if row.instead else ""
-        ignored.append([_verl_key(row), _verl_default(row, version), "nothing", f"ignored: {row.why}{instead}", ""])
+    ignored = [[_verl_key(row), _verl_default(row, version), "nothing", _ignored(row), ""] for row in IGNORED]
     return table(_HEADER, [*rows, *ignored])
+
+
+def _ignored(row: Any) -> str:
+    return f"ignored: {row.why}" + (f"; instead `{row.instead}`" if row.instead else "")
 
 
 def _verl_key(row: Any) -> str:

@@ -320,6 +320,9 @@ SHAPES = {
     "slime.sh": ("python3 train.py --actor-num-gpus-per-node 8 --hf-checkpoint X --use-tis --fp8-format e4m3", "slime",
                  {"learner": "bf16, Megatron; masters are fp32", "its products": "fp8 (e4m3, delayed)",
                   "correction": "by token, 0 to 2.0"}),
+    "int4.sh": ("ray job submit --runtime-env-json='{\"env_vars\": {\"OPEN_TRAINING_INT4_FAKE_QAT_FLAG\": \"1\"}}' -- "
+                "python3 train.py --actor-num-gpus-per-node 8 --hf-checkpoint X", "slime",
+                {"its products": "of weights rounded to 4 bits"}),
     "miles.sh": ("python3 train.py --hf-checkpoint X --train-backend fsdp --fp16", "miles",
                  {"learner": "fp16, FSDP; gradients are reduced in fp32", "rollout": "SGLang in float16"}),
     "prime.toml": ("[orchestrator]\nbatch_size = 8\n[trainer.model.quantization]\ntype = 'mxfp8'\n", "prime-rl",
@@ -338,6 +341,7 @@ def test_a_format_is_said_where_its_key_is_known(name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("name", "key", "role"), [
     ("swift.sh", "--fp4_mode on", "learner"), ("slime.sh", "--sglang-fp8-gemm-backend x", "rollout"),
+    ("int4.sh", "--runtime-env-json='{env_vars: {NEW_FP8_MODE: 1}}'", "learner"),
     ("prime.toml", "inference.vllm.new_dtype = 'x'", "rollout"),
     ("skyrl.sh", "trainer.policy.amp_dtype=fp16", "learner"),
 ])  # fmt: skip

@@ -147,8 +147,8 @@ _SIZES = re.compile(r"(batch_size|chunk_size|mb_tokens|keep_top_k|offload|llm_ar
 
 
 def about_precision(key: str) -> bool:
-    """Whether a key of any framework looks as if it were about precision, log-probs or sampling for what is learned."""
-    words = key.replace("-", "_")
+    """Whether a key of any framework, or a variable, looks as if it were about precision, log-probs or sampling."""
+    words = key.lower().replace("-", "_")
     return _PRECISION_WORDS.search(words) is not None and _SIZES.search(words) is None
 
 

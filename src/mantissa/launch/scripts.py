@@ -210,6 +210,8 @@ def _read_shell(path: Path, found: Given, inside: tuple[Path, ...] = ()) -> None
                 found.notes.append(f"{word}, which {path.name} calls, was not found beside it: give it before")
     for word, following in named:
         option, equals, value = word.lstrip("-").partition("=")
+        if word.startswith("--runtime-env-json"):
+            found.settings |= {name: plain(each) for name, each in _variables_of(value or following).items()}
         if word.startswith("--") and option in _NAMES_A_CONFIG:
             beside = path.parent / (value if equals else following)
             if beside.suffix in _CONFIGS and beside.is_file():

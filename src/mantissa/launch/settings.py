@@ -17,7 +17,7 @@ from mantissa.launch.facts import Framework, Key, Part, Rule, Verdict, about_pre
 from mantissa.launch.scripts import Given, Override, read_given
 
 _SAME = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
-_FORMAT = re.compile(r"(dtype|fp4|fp8|fp16|bf16|quant(?!ile)|precision|\bamp|half)")
+_FORMAT = re.compile(r"(dtype|fp4|fp8|fp16|bf16|quant(?!ile)|precision|\bamp|half|int4|qat)")
 _OTHER_MODELS = re.compile(r"(^|[._-])(teacher|critic|value|reward|ref|draft|policy_distillation)([._-]|$)")
 _SAMPLES = re.compile(r"(rollout|vllm|sglang|generat|inference|sampl)")
 _UNKNOWN = "not known"  # what a configuration says that was not read
@@ -222,7 +222,7 @@ def _unread(role: str, unknown: Sequence[str]) -> str:
     """That a role's format is not known, where a key about it is not; empty for the other roles."""
     if role not in ("learner", "rollout"):
         return ""
-    about = [key for key in unknown if _FORMAT.search(key) and not _OTHER_MODELS.search(key)
+    about = [key for key in unknown if _FORMAT.search(key.lower()) and not _OTHER_MODELS.search(key)
              and bool(_SAMPLES.search(key)) == (role == "rollout")]  # fmt: skip
     return f"{_UNKNOWN} ({', '.join(about)})" if about else ""
 
