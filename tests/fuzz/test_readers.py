@@ -78,7 +78,8 @@ def json_text(random: Random) -> bytes:
         [
             "[" * deep + "]" * deep, '{"a":' * deep + "1" + "}" * deep, "9" * long, "-" + "9" * long, f"[1e{long}]",
             f'"{"9" * long}"', '{"a": 1, "a": [2], "a": {"a": 3}}', r'"\ud800"', r'{"\udfff": "\ud83d\ude00"}',
-            "[" + "[]," * 10**5 + "1]", "[" + "1," * 10**5, "NaN", "-Infinity", "\ufeff1", "", "[1,]", "nul",
+            "[" + "[]," * 10**5 + "1]", "[" + "{}," * random.choice([10**3, 6 * 10**6]) + "1]",
+            "[" + "1," * 10**5, "NaN", "-Infinity", "\ufeff1", "", "[1,]", "nul",
             "{" + ",".join(f'"{n}": {n}' for n in range(10**4)) + "}",
             *[json.dumps(tree(random), ensure_ascii=random.random() < 0.7) for _ in range(15)],
         ]
@@ -207,6 +208,11 @@ def parquet_file(random: Random, path: Path) -> None:
         "struct": [{"a": [{"b": 1}], "c": None}] * count,
         "nothing": pyarrow.nulls(count),
     }
+    if random.random() < 0.2:  # one long text in many rows, and lists of it: a few bytes that stand for gigabytes
+        text = pyarrow.array(["x" * random.choice([10, 10**5, 10**7])])
+        many = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 4 * count), text)
+        columns["text"] = many[:count]
+        columns["tokens"] = pyarrow.ListArray.from_arrays(pyarrow.array(range(0, 4 * count + 1, 4)), many)
     chosen = random.sample(sorted(columns), random.randrange(1, 4))
     buffer = io.BytesIO()
     table = pyarrow.table({name: columns[name] for name in chosen})

@@ -7,7 +7,7 @@ lacks its metadata (an exception of C++ that nothing catches), so the one number
 is looked up without it: ``num_values`` of each chunk, in the footer's Thrift compact protocol (Apache Parquet's
 ``parquet.thrift``: FileMetaData 4, RowGroup 1, ColumnChunk 3, ColumnMetaData 5).
 
-What we write for ourselves is sealed: the SHA-256 of the whole file, its own place filled with zeros, is an entry of
+What we write for ourselves is sealed: a digest of the whole file, its own place filled with zeros, is an entry of
 its footer. Parquet's checksums are of pages alone, and a flipped bit in what says how pages are read gives other values
 just as quietly.
 """
@@ -15,6 +15,7 @@ just as quietly.
 from __future__ import annotations
 
 import hashlib
+import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +32,6 @@ _STRUCT, _LIST, _SET, _MAP, _BINARY, _DOUBLE, _BYTE = 12, 9, 10, 11, 8, 7, 3
 _LARGEST = 64 << 20  # bytes of a footer
 _DEPTH = 32
 _SEAL, _UNSEALED = b"mantissa.sha256", b"0" * 64
-_BLOCK = 1 << 20  # bytes hashed at a time
 
 
 def write_sealed(table: Any, path: Path) -> None:
@@ -51,9 +51,10 @@ def write_sealed(table: Any, path: Path) -> None:
 def _place_of(path: Path, text: bytes) -> int:
     """Where the seal ``text`` lies: behind its name, in the footer. ``ValueError`` where it does not."""
     with path.open("rb") as file:
-        start = max(0, file.seek(0, 2) - _LARGEST)
+        size = file.seek(-8, 2) + 8
+        start = max(0, size - 8 - int.from_bytes(file.read(4), "little"))
         file.seek(start)
-        end = file.read()
+        end = file.read(_LARGEST)
     name = end.rfind(_SEAL)
     found = end.find(text, name + len(_SEAL)) if name >= 0 else -1
     if found < 0:
@@ -64,21 +65,21 @@ def _place_of(path: Path, text: bytes) -> int:
 def _digest(path: Path, place: int) -> bytes:
     """SHA-256, hexadecimal, of a file with zeros where its seal is."""
     found = hashlib.sha256()
-    with path.open("rb") as file:
-        left = place
-        while left and (block := file.read(min(left, _BLOCK))):
-            found.update(block)
-            left -= len(block)
-        found.update(_UNSEALED)
-        file.seek(place + len(_UNSEALED))
-        while block := file.read(_BLOCK):
-            found.update(block)
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        memoryview(data) as view,
+        view[:place] as before,
+        view[place + len(_UNSEALED) :] as after,
+    ):
+        for part in (before, _UNSEALED, after):
+            found.update(part)
     return found.hexdigest().encode()
 
 
 def _require_seal(path: Path, seal: bytes) -> None:
     if _digest(path, _place_of(path, seal)) != seal:
-        raise ValueError("it has changed since it was written: its SHA-256 is another")
+        raise ValueError("it has changed since it was written: its digest is another")
 
 
 def values_in(path: Path) -> int:
