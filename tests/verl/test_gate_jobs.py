@@ -33,7 +33,7 @@ def page_of(job: Job, step: int) -> tuple[str, dict[str, Any]]:
         pytest.param("temperature", 1, "temperature", "logprobs_mode", marks=pytest.mark.variants),
         ("stale", 2, "stale", "sync"),
         pytest.param("bucket", 2, "weights", "sync", marks=pytest.mark.variants),
-        pytest.param("rank", 2, "weights", "sync", marks=pytest.mark.variants),
+        pytest.param("rank", 2, "stale", "sync", marks=pytest.mark.variants),
     ],
 )
 def test_a_fault_stops_the_job_by_its_name(tmp_path: Path, fault: str, step: int, name: str, helps: str) -> None:
