@@ -210,9 +210,11 @@ def parquet_file(random: Random, path: Path) -> None:
     }
     if random.random() < 0.2:  # one long text in many rows, and lists of it: a few bytes that stand for gigabytes
         text = pyarrow.array(["x" * random.choice([10, 10**5, 10**7])])
-        many = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 4 * count), text)
+        many = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 4 * count, pyarrow.int32()), text)
         columns["text"] = many[:count]
-        columns["tokens"] = pyarrow.ListArray.from_arrays(pyarrow.array(range(0, 4 * count + 1, 4)), many)
+        columns["tokens"] = pyarrow.ListArray.from_arrays(
+            pyarrow.array(range(0, 4 * count + 1, 4), pyarrow.int32()), many
+        )
     chosen = random.sample(sorted(columns), random.randrange(1, 4))
     buffer = io.BytesIO()
     table = pyarrow.table({name: columns[name] for name in chosen})
