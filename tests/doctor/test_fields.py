@@ -227,3 +227,22 @@ def test_short_answers_have_an_answer(length: int) -> None:
     rows = dumps.healthy(16, 4, length)
     for sequences in (rows, [dataclasses.replace(s, learner_logp=s.learner_logp * 3) for s in rows]):
         assert examine(dumps.dump_of(sequences)).headline
+
+
+def test_a_list_that_lost_a_value_in_its_middle_is_not_only_short() -> None:
+    """The last value is missing, and what came after the lost one belongs to the token before: both are said."""
+    plain = dumps.healthy(24, 4, 16)
+
+    def without(place: int) -> list[Scored]:
+        """Every eighth row's list without one value."""
+        return [
+            dataclasses.replace(each, learner_logp=np.append(np.delete(each.learner_logp, place), np.nan))
+            if row % 8 == 0 else each for row, each in enumerate(plain)
+        ]  # fmt: skip
+
+    short, moved = (examine(dumps.dump_of(without(place))) for place in (15, 4))
+    assert short.fault is not None
+    assert short.fault.name in ("unscored", "end_token")
+    assert "differ beyond rounding too" not in short.headline
+    assert moved.fault is not None
+    assert moved.fault.name in ("moved_from", "shift") or "differ beyond rounding too" in moved.headline, moved.headline

@@ -130,6 +130,8 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
     if fault is not None:
         verdict, basis = Verdict.FAULT, Basis.FINDINGS
         headline = words.faults(named, [not e.exact and part(e.name).of != "shape" and e.share > 0 for e in named])
+        if all(part(each.name).left_out and not each.share for each in named) and figures["u_rms"] > expected.bound:
+            headline += words.not_of_it(figures, expected.bound)
     elif large:
         fault, verdict, basis = large[0], Verdict.LARGE, Basis.SIZE
         headline = words.too_large(figures, expected, own, _best(every))

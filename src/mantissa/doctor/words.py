@@ -272,6 +272,14 @@ def others(figures: Mapping[str, Any], bound: float) -> str:
     return f"the size of u of the other tokens is {figures['u_rms']:.2g}, up to {bound:.2g} is usual"
 
 
+def not_of_it(figures: Mapping[str, Any], bound: float) -> str:
+    """That a fault of tokens that one side lacks leaves a gap beyond rounding at the others."""
+    return (
+        f"; the tokens that both sides scored differ beyond rounding too (size of u {figures['u_rms']:.2g}, up to "
+        f"{bound:.2g} is usual), which it may have made (lists that are one token apart) or not"
+    )
+
+
 # causes
 
 
