@@ -239,6 +239,21 @@ def test_adapters_not_merged_merged_twice_and_merged_in_half(tmp_path: Path) -> 
         assert ("lost" in found[DOWN].detail) == (fate is Fate.COARSE)
 
 
+def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    save_file({name: w[:8].clone() if name == DOWN else w for name, w in NOW.items()}, base / "model.safetensors")
+    with pytest.raises(MantissaError, match=r"adapters of \(64, 4\) and \(4, 128\), and .* a weight of \(8, 128\)"):
+        held(adapters(tmp_path / "adapter", base))
+
+
+def test_counters_and_empty_tensors_are_compared_as_they_are() -> None:
+    odd = {"steps": torch.tensor(3), "none": torch.zeros(0, 4), "one": torch.tensor(0.5), "ids": torch.arange(4)}
+    assert not lost(dict(odd), odd)
+    found = {each.name: each.fate for each in lost(odd | {"steps": torch.tensor(4), "one": torch.tensor(0.25)}, odd)}
+    assert found == dict.fromkeys(("steps", "one"), Fate.OTHER)
+
+
 def test_files_of_each_kind_and_a_live_model(tmp_path: Path) -> None:
     torch.save({"model_state_dict": sent(), "step": 3}, tmp_path / "checkpoint.pt")
     save_file(sent(), tmp_path / "some.safetensors")

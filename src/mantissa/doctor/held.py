@@ -195,16 +195,19 @@ def _with_adapters(folder: Path, base: str | Path | None) -> Held:
     tensors = {_plain(name): each for name, each in read_tensors(folder / "adapter_model.safetensors").items()}
     pairs = {name.removesuffix(".lora_A.weight"): each for name, each in tensors.items() if "lora_A" in name}
     missing = [name for name in pairs if f"{name}.lora_B.weight" not in tensors or f"{name}.weight" not in below.shapes]
-    if missing or not pairs:
+    if not pairs:
+        raise MantissaError(f"{folder}: no adapter in it; expected lora_A and lora_B of projections")
+    if missing:
         raise MantissaError(
-            f"{folder}: {missing[0] if missing else 'no adapter'} "
-            + (
-                "has no lora_B, or no weight in the base"
-                if missing
-                else "in it; expected lora_A and lora_B of projections"
-            )
-            + f"; is {below.where} its base?"
+            f"{folder}: {missing[0]} has no lora_B, or no weight in the base; is {below.where} its base?"
         )
+    for name, low in pairs.items():
+        high, shape = tensors[f"{name}.lora_B.weight"].shape, below.shapes[f"{name}.weight"]
+        if len(high) != 2 or low.ndim != 2 or (high[0], low.shape[1]) != shape or high[1] != low.shape[0]:
+            raise MantissaError(
+                f"{folder}: {name} has adapters of {tuple(high)} and {tuple(low.shape)}, and {below.where} a weight of "
+                f"{shape}; give the base that they were trained on"
+            )
 
     def read(name: str) -> Stored:
         module = name.removesuffix(".weight")

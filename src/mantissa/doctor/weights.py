@@ -301,6 +301,9 @@ def _outcome(pair: _Pair, old: _View | None, search: _Search, moved: _Moved) -> 
     if pair.engine.shape != pair.trainer.shape:
         fate, detail = _of_another_shape(w, e)
         return Outcome(pair.name, fate, detail, differing=e.values.numel(), **how)  # type: ignore[arg-type]
+    if not w.is_floating_point() or not e.values.is_floating_point() or not w.numel() or not w.ndim:
+        fate = Fate.EQUAL if _same(w, e.values) else Fate.OTHER  # a counter, a table of ids
+        return Outcome(pair.name, fate, differing=int((w != e.values).sum()), **how)  # type: ignore[arg-type]
     expected = _rounded(w, e)
     if _same(expected, e.values):
         return Outcome(pair.name, Fate.EQUAL, **how)  # type: ignore[arg-type]
