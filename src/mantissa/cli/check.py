@@ -71,7 +71,7 @@ def check(
         from mantissa.launch.job import check_job
 
         lines, answer = check_job(job, framework, verl_version)
-        typer.echo("\n".join([*lines, "", answer.text]))
+        say("\n".join([*lines, "", answer.text]))
         return _exit(answer)
     version = verl_version or _LATEST
     if framework == "verl" or (framework is None and all("actor_rollout_ref." in each for each in files or ())):

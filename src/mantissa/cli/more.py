@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import typer
 
+from mantissa.base.errors import say
 from mantissa.cli import MORE, Commands
 
 
@@ -19,4 +20,4 @@ def more(context: typer.Context) -> None:
     """List the commands that mantissa --help leaves out."""
     parent: Any = context.parent
     others = Others(name="mantissa", params=parent.command.get_params(parent), help=more.__doc__)
-    typer.echo(others.get_help(typer.Context(others, info_name="mantissa")))
+    say(others.get_help(typer.Context(others, info_name="mantissa")))

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mantissa.base.config import Refusals
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.yaml import read_shipped
-from mantissa.precision import PrecisionPolicy
-from mantissa.verl.engine_options import WHERE, EngineOptions
-from mantissa.verl.options import fsdp2_options
+
+if TYPE_CHECKING:  # these import torch, without which a script is judged that asks for nothing of ours
+    from mantissa.precision import PrecisionPolicy
+    from mantissa.verl.engine_options import EngineOptions
 
 _ROOT = "actor_rollout_ref."
 _UNDER_ROOT = ("actor.", "ref.", "model.", "rollout.")
@@ -183,6 +184,8 @@ def _without_head(value: Value) -> Iterator[Refused]:
 
 
 def _options(value: Value, role: str) -> EngineOptions:
+    from mantissa.verl.engine_options import EngineOptions
+
     return EngineOptions.of(value(f"{role}.fsdp_config.mixed_precision"), learns=role == "actor")
 
 
@@ -218,6 +221,8 @@ def before_workers(config: Any) -> None:
         if engine == "mantissa":
             _options(value, role)
         elif engine == "mantissa_fsdp2":
+            from mantissa.verl.options import fsdp2_options
+
             fsdp2_options(value(f"{role}.fsdp_config.mixed_precision"))
 
 
@@ -266,6 +271,8 @@ def of_model(model: Any) -> Refusals:
 
 def of_family(policy: PrecisionPolicy, options: EngineOptions, why: str) -> Refusals:
     """Of a model that runs by transformers' own code. ``why``: what our decoder does not know of it."""
+    from mantissa.verl.engine_options import WHERE
+
     given, own = f"{WHERE}.precision", f"the model runs by transformers' own code ({why})"
     yield options.flowrl is not None, f"{WHERE}.flowrl: {own}, whose hidden states are not told; leave it out"
     yield policy.logits != "fp32", f"{given}.logits={policy.logits}: {own}, its head too; leave it out"
