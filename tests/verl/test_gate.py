@@ -109,7 +109,9 @@ def test_a_resumed_job_is_held_to_its_own_measure(
 
 
 def test_a_fault_stops_or_is_said(tmp_path: Path, batch: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(MantissaError, match=r"step 1: not known: the gap is .* What helps: .* Page: .*step-1/doctor.html"):
+    with pytest.raises(
+        MantissaError, match=r"step 1: not known: the gap is .* What helps: .* Page: .*step-1/doctor.html"
+    ):
         TrainerGate(config(tmp_path), "stop").look(trainer(1), batch(1, size=0.6))
     found = TrainerGate(config(tmp_path), "warn").look(trainer(1), batch(1, size=0.6))
     assert found["mantissa/gate_fault"] == 1
