@@ -211,10 +211,11 @@ def test_a_gguf_file_holds_the_folder_it_was_made_from(kinds: tuple[str, ...], t
 
 
 def adapters(folder: Path, base: Path, **settings: Any) -> Path:
-    """peft's files of one adapter, on ``DOWN``."""
+    """peft's files of one adapter, on ``DOWN``, and of a norm that was trained whole."""
     folder.mkdir()
     tensors = {f"base_model.model.{DOWN[:-7]}.lora_{one}.weight": torch.randn(shape) * 0.05
                for one, shape in (("A", (4, 128)), ("B", (64, 4)))}  # fmt: skip
+    tensors[f"base_model.model.{NORM}"] = torch.ones(64)
     save_file(tensors, folder / "adapter_model.safetensors")
     how = {"r": 4, "lora_alpha": 8, "base_model_name_or_path": str(base)} | settings
     (folder / "adapter_config.json").write_text(json.dumps(how))
@@ -234,9 +235,45 @@ def test_adapters_not_merged_merged_twice_and_merged_in_half(tmp_path: Path) -> 
         Fate.COARSE: b.bfloat16() + (w - b).bfloat16(),
     }
     for fate, engine in cases.items():
-        found = {each.name: each for each in compare(trainer, held(sent() | {DOWN: engine})).outcomes}
+        after = sent() | {DOWN: engine, NORM: torch.ones(64)}
+        found = {each.name: each for each in compare(trainer, held(after)).outcomes}
         assert found[DOWN].fate is fate
+        assert found[NORM].fate is Fate.EQUAL
         assert ("lost" in found[DOWN].detail) == (fate is Fate.COARSE)
+
+
+class Adapted(nn.Module):
+    """A projection as peft has it."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer, self.active_adapters, self.scaling = layer, ["default"], {"default": 2.0}
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(layer.in_features, 4, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(4, layer.out_features, bias=False)})
+        self.merged = self.disable_adapters = self.fan_in_fan_out = False
+
+
+@pytest.mark.parametrize("state", ["active", "merged", "disabled"])
+def test_a_live_model_with_adapters_is_what_its_forward_computes(state: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 6)
+    model = nn.ModuleDict({"q_proj": Adapted(layer), "norm": nn.LayerNorm(6)})
+    adapted: Any = model["q_proj"]
+    low = 2.0 * adapted.lora_B["default"].weight.detach() @ adapted.lora_A["default"].weight.detach()
+    b = layer.weight.detach().clone()
+    adapted.merged, adapted.disable_adapters = state == "merged", state == "disabled"
+    if adapted.merged:
+        layer.weight.data += low
+    engine = {"q_proj.weight": b + low, "q_proj.bias": layer.bias.detach(), "norm.weight": torch.ones(6),
+              "norm.bias": torch.zeros(6)}  # fmt: skip
+    if state == "disabled":
+        engine["q_proj.weight"] = b
+    assert compare(held(model), held(sent(engine))).arrived
+    found = {each.name: each.fate for each in compare(held(model), held(sent(engine | {"q_proj.weight": b}))).outcomes}
+    assert found["q_proj.weight"] is {"active": Fate.BASE, "disabled": Fate.EQUAL}.get(state, Fate.OTHER)
+    adapted.use_dora = {"default": True}
+    with pytest.raises(MantissaError, match="merge them first"):
+        held(model)
 
 
 def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:

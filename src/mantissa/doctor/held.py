@@ -8,13 +8,14 @@
 | a run's ``step-N`` | ``policy.safetensors``, the masters |
 | verl's ``global_step_N`` | ``actor/huggingface`` in it |
 | ``.safetensors``, ``.pt``, ``.bin`` | a dictionary of tensors, or one within it |
-| a module, a dictionary | what it holds now |
+| a module, a dictionary | what it holds now, peft's adapters merged in fp32 |
 
 Codes of fp8 come with their scales: ``X.weight`` in e4m3 beside ``X.weight_scale_inv`` or ``X.weight_scale``.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ from mantissa.model.huggingface import weight_files
 
 _SCALES = ("_scale_inv", "_scale")
 _DICTIONARIES = ("model_state_dict", "state_dict", "model", "module", "policy")  # of a file with more than weights
+# Of a model with peft's adapters, what is not the model's own: what a copy that trains has taken the place of, too.
+_BESIDE = re.compile(r"\.(lora_\w+|original_module)\.")
 _ROTARY = "rotary_emb.inv_freq"  # computed, never learned
 
 
@@ -66,7 +69,7 @@ def held(source: Source, base: str | Path | None = None) -> Held:
     ``MantissaError``: nothing of the kinds above, a damaged file, shards that only their own program puts together.
     """
     if isinstance(source, nn.Module):
-        return _of_dictionary(type(source).__name__, {name: each.detach() for name, each in _parameters(source)})
+        return _of_module(source)
     if isinstance(source, Mapping):
         return _of_dictionary("a dictionary", source)
     path = Path(source).expanduser()
@@ -79,9 +82,36 @@ def held(source: Source, base: str | Path | None = None) -> Held:
     return _of_folder(find_model(source), base)
 
 
-def _parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters, and buffers that are saved: a cache of rotary products is neither."""
-    return [(name, each) for name, each in model.state_dict().items() if isinstance(each, Tensor)]
+def _of_module(model: nn.Module) -> Held:
+    """Parameters and saved buffers; peft's adapters merged in fp32, as its forward adds them."""
+    where, state = type(model).__name__, model.state_dict()
+    own = {_plain(name): name for name in state if not _BESIDE.search(f".{name}") and isinstance(state[name], Tensor)}
+    base = _of_dictionary(where, {name: state[inside] for name, inside in own.items()})
+    layers: Any = {
+        f"{_plain(f'{name}.base_layer')}.weight": each
+        for name, each in model.named_modules()
+        if hasattr(each, "lora_A")
+    }
+    if not layers:
+        return base
+    for name, layer in layers.items():
+        if name not in base.shapes or len(layer.lora_A) == 0 or any(getattr(layer, "use_dora", {}).values()):
+            raise MantissaError(
+                f"{where}: {name} has adapters that are not B A (DoRA, an embedding's); merge them first"
+            )
+
+    def read(name: str) -> Stored:
+        layer, stored = layers.get(name), base.read(name)
+        if layer is None or layer.merged or layer.disable_adapters:
+            return stored
+        w = stored.values.float()
+        for adapter in layer.active_adapters:
+            if adapter in layer.lora_A:
+                low = layer.lora_B[adapter].weight.detach().float() @ layer.lora_A[adapter].weight.detach().float()
+                w = w + layer.scaling[adapter] * (low.T if layer.fan_in_fan_out else low).cpu()
+        return Stored(w)
+
+    return Held(where, base.shapes, read, base)
 
 
 def _of_dictionary(where: str, tensors: Mapping[str, Tensor]) -> Held:
@@ -209,7 +239,11 @@ def _with_adapters(folder: Path, base: str | Path | None) -> Held:
                 f"{shape}; give the base that they were trained on"
             )
 
+    trained = {name: each for name, each in tensors.items() if "lora_" not in name}  # whole, as modules_to_save
+
     def read(name: str) -> Stored:
+        if name in trained:
+            return Stored(trained[name])
         module = name.removesuffix(".weight")
         weight = below.read(name)
         if module not in pairs:
@@ -222,7 +256,9 @@ def _with_adapters(folder: Path, base: str | Path | None) -> Held:
 
 
 def _plain(name: str) -> str:
-    return name.removeprefix("base_model.model.").replace(".default.", ".")
+    """A tensor's name without what peft puts into it."""
+    name = re.sub(r"\.modules_to_save\.\w+\.", ".", name.removeprefix("base_model.model."))
+    return name.replace(".base_layer", "").replace(".default.", ".")
 
 
 def _scale(folder: Path, settings: Mapping[str, Any]) -> float:
