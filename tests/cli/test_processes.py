@@ -21,7 +21,7 @@ from mantissa.base.environ import crowded
 from mantissa.base.errors import MantissaError, StoppedError
 from mantissa.cli.processes import blame, launch, threads_each
 from mantissa.runs.directory import RunDirectory
-from processes import alive, children, until
+from processes import alive, children, told, until
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
@@ -102,7 +102,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_one_line_and_it_goes_on(
         ranks = children(process.pid)
         assert len(ranks) == 2
         os.kill(ranks[1], signal.SIGKILL)
-        _, said = process.communicate(timeout=600)
+        said = told(process.communicate(timeout=600)[1])
         assert process.returncode == 1
         expected = f"mantissa: error: process 1 (pid {ranks[1]}) was killed by SIGKILL"
         assert said.startswith(expected), said
@@ -129,7 +129,7 @@ def test_ctrl_c_and_a_killed_launcher_leave_nobody_behind(several: str, tmp_path
         ranks = children(process.pid)
         assert len(left(scratch)) == 1
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=600)
+        said = told(process.communicate(timeout=600)[1])
         assert process.returncode == 130
         assert said == f"mantissa: error: interrupted; continue with: mantissa train --resume {run}\n"
         gone(ranks)

@@ -45,3 +45,9 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
+
+
+def told(err: str) -> str:
+    """What a command said on stderr, without what is at work, which a slow machine says after three seconds."""
+    at_work = ("loading the model and proving its kernels\n", "drawing the report\n")
+    return "".join(line for line in err.splitlines(keepends=True) if line not in at_work)
