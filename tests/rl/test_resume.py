@@ -26,6 +26,7 @@ from mantissa.base.functions import source_digest
 from mantissa.kernels import cpu
 from mantissa.rl import resume, start
 from mantissa.runs.directory import RunDirectory
+from processes import told
 from small_run import QUICK, configure, contents, rows_of, stopped
 
 Moment = Callable[[Path], bool]
@@ -241,7 +242,7 @@ def test_one_writer_at_a_time_and_ctrl_c_says_how_to_go_on(
             time.sleep(0.01)
         server.log.unlink(missing_ok=True)
         assert server.run(["train", "--resume", str(run)]) == 2
-        refusal = server.log.read_text()
+        refusal = told(server.log.read_text())
         assert refusal.startswith(f"mantissa: error: {run} is being written by process {process.pid} on ")
         assert refusal.count("\n") == 1
         server.log.unlink()
@@ -250,7 +251,7 @@ def test_one_writer_at_a_time_and_ctrl_c_says_how_to_go_on(
         assert server.run(["report", str(run)]) == 0  # reading needs no lock
     finally:
         process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=600)
+        error = told(process.communicate(timeout=600)[1])
     assert process.returncode == 130
     assert error == f"mantissa: error: interrupted; continue with: mantissa train --resume {run}\n"
     done = RunDirectory.open(run)
