@@ -139,7 +139,7 @@ $(VERL_VENV)/.installed: constraints.txt
 	$(PYTHON) -m venv $(VERL_VENV)
 	$(VERL_PIP) torch==2.13.0
 	$(VERL_PIP) verl==$(VERL) "transformers>=5.5.3,<5.11"
-	$(VERL_PIP) "ray[default]==2.60.0" megatron-core==0.16.1 pytest==9.2.0 typer==0.29.2 rich
+	$(VERL_PIP) "ray[default]==2.60.0" megatron-core==0.16.1 pytest==9.2.0 hypothesis==6.170.15 typer==0.29.2 rich
 	$(VERL_PIP) "TransferQueue>=0.1.10" cachetools pyzmq msgspec uvicorn fastapi
 	$(VERL_PIP) scipy matplotlib tensorboard math-verify httpx2
 	$(VERL_PIP) --no-deps torchao==0.18.0
