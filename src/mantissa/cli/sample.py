@@ -48,12 +48,10 @@ def sample(
     tokens = tokenizer.encode_prompt([{"role": "user", "content": prompt}] if chat else prompt)
     params = SamplingParams(max_tokens, temperature, top_k, top_p, tokenizer.eos_ids, tuple(stop or ()))
     requests = [Request(tuple(tokens), derive_seed(seed, "sample"), n)]
-    progress("sampling")
+    engine: NativeEngine | TransformersEngine
     if refused:
-        sampler = TransformersEngine(in_role(policy, role).to(chosen), decode_text=tokenizer.decode)
-        (group,) = sampler.generate(requests, params, 0)
-        progress("")
-        say(f"rollout in {role.name} by transformers' own code: {refused}", err=True)
+        engine = TransformersEngine(in_role(policy, role).to(chosen), decode_text=tokenizer.decode)
+        notes = [f"rollout in {role.name} by transformers' own code: {refused}"]
     else:
         prove(resolved, chosen)
         engine = NativeEngine(
@@ -66,11 +64,13 @@ def sample(
             decode_text=tokenizer.decode,
         )
         engine.sync(policy_weights(policy), 0)
-        (group,) = engine.generate(requests, params, 0)
-        progress("")
-        say(f"rollout in {role.name} ({role.backend} kernels): {role.reason}", err=True)
-        if policy.config.weights_note:
-            say(f"weights {policy.config.weights_note}", err=True)
+        notes = [f"rollout in {role.name} ({role.backend} kernels): {role.reason}"]
+        notes += [f"weights {policy.config.weights_note}"] if policy.config.weights_note else []
+    progress("sampling")
+    (group,) = engine.generate(requests, params, 0)
+    progress("")
+    for note in notes:
+        say(note, err=True)
     for completion in group:
         text = tokenizer.decode(completion.tokens).replace("\n", "\n" + " " * _TEXT_COLUMN)
         say(f"{float(completion.logp_T.double().sum()):10.4f}  {completion.finish_reason:6}  {text}")
