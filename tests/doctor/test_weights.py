@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gguf_files import gguf_decoder, write_gguf
@@ -240,6 +240,38 @@ def test_adapters_not_merged_merged_twice_and_merged_in_half(tmp_path: Path) -> 
         assert found[DOWN].fate is fate
         assert found[NORM].fate is Fate.EQUAL
         assert ("lost" in found[DOWN].detail) == (fate is Fate.COARSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_merge_by_sums_in_another_order_arrived(dtype: torch.dtype, tmp_path: Path) -> None:
+    """No library's order of sums is presumed: fp32 from the last product to the first, and float64, both arrived."""
+    base = tmp_path / "base"
+    base.mkdir()
+    save_file(NOW, base / "model.safetensors")
+    folder = adapters(tmp_path / "adapter", base)
+    stored = load_file(folder / "adapter_model.safetensors")
+    low, high = (stored[f"base_model.model.{DOWN[:-7]}.lora_{one}.weight"] for one in "AB")
+    backwards = torch.zeros(64, 128)
+    for r in reversed(range(4)):
+        backwards = backwards + 2.0 * high[:, r : r + 1] * low[r : r + 1]
+    exact = (NOW[DOWN].double() + 2.0 * (high.double() @ low.double())).to(dtype)
+    after = sent(dtype=dtype) | {NORM: torch.ones(64, dtype=dtype)}
+    for engine in ((NOW[DOWN] + backwards).to(dtype), exact):
+        assert compare(held(folder), held(after | {DOWN: engine})).arrived
+    wrong = exact.clone()
+    wrong[3, 5] += 0.01 * exact.abs().max()
+    assert not compare(held(folder), held(after | {DOWN: wrong})).arrived
+
+
+def test_a_grid_that_cannot_be_written_here_is_known_to_its_rounding(tmp_path: Path) -> None:
+    engine = held(write_gguf(tmp_path / "model.gguf", gguf_decoder("llama"), ("Q4_K",)))
+    torch.manual_seed(0)
+    for noise, fate in ((0.05, Fate.ON_GRID), (0.5, Fate.OTHER)):
+        near = {
+            name: engine.read(name).values * (1 + noise * torch.randn(shape)) for name, shape in engine.shapes.items()
+        }
+        found = compare(held(near), engine)
+        assert {each.fate for each in found.outcomes if each.dtype == "Q4_K"} == {fate}
 
 
 class Adapted(nn.Module):

@@ -278,6 +278,13 @@ def _codes(w: Tensor, dtype: torch.dtype, scales: Tensor) -> Tensor:
     return (w.float() / scales).clamp(-most, most).to(dtype)
 
 
+def _between(low: Tensor | None, x: Tensor, high: Tensor | None) -> bool:
+    """Whether each value lies between two others: rounding keeps an order, so what it makes of one between them does."""
+    if low is None or high is None or x.shape != low.shape:
+        return False
+    return bool(((low.float() <= x.float()) & (x.float() <= high.float())).all())
+
+
 def _same(one: Tensor | None, other: Tensor) -> bool:
     return one is not None and one.shape == other.shape and torch.equal(one, other)
 
@@ -291,7 +298,8 @@ def _outcome(pair: _Pair, old: _View | None, search: _Search, moved: _Moved) -> 
         assert there is not None
         count = torch.Size(there.shape).numel()
         return Outcome(pair.name, Fate.MISSING if pair.engine is None else Fate.EXTRA, "", count, count)
-    e, w = pair.engine.read(), pair.trainer.read().values
+    e, mine = pair.engine.read(), pair.trainer.read()
+    w = mine.values
     v = None if old is None or old.shape != pair.trainer.shape else old.read().values
     if v is not None:
         moved.count(w, v, e)
@@ -307,13 +315,15 @@ def _outcome(pair: _Pair, old: _View | None, search: _Search, moved: _Moved) -> 
     expected = _rounded(w, e)
     if _same(expected, e.values):
         return Outcome(pair.name, Fate.EQUAL, **how)  # type: ignore[arg-type]
+    if mine.slack is not None and _between(_rounded(w - mine.slack, e), e.values, _rounded(w + mine.slack, e)):
+        return Outcome(pair.name, Fate.EQUAL, "in another order of the merge's sums", **how)  # type: ignore[arg-type]
     nearest = w.float() if expected is None else expected.float()
     apart = (e.values.float() - nearest).double()
     whole = float(nearest.double().square().mean().sqrt())
     size = float(apart.square().mean().sqrt()) / whole if whole else float("inf")
     if e.grid is not None and expected is None and size <= _GRID.get(_bits(e.grid), 0.0):
         return Outcome(pair.name, Fate.ON_GRID, f"within {e.grid}'s rounding", size=size, **how)  # type: ignore[arg-type]
-    case = _Case(pair, w, e, nearest, v, search)
+    case = _Case(pair, w, e, nearest, v, search, torch.zeros(()) if mine.slack is None else mine.slack)
     fate, detail = case.explained()
     return Outcome(pair.name, fate, detail, differing=int(apart.count_nonzero()), size=size, **how)  # type: ignore[arg-type]
 
@@ -339,7 +349,7 @@ def _of_another_shape(w: Tensor, e: Stored) -> tuple[Fate, str]:
 
 @dataclass
 class _Case:
-    """One tensor that differs. ``expected``: r(w) as fp32."""
+    """One tensor that differs. ``expected``: r(w) as fp32; ``slack``: of ``w``, as ``Stored`` has it."""
 
     pair: _Pair
     w: Tensor
@@ -347,6 +357,7 @@ class _Case:
     expected: Tensor
     v: Tensor | None
     search: _Search
+    slack: Tensor
     rows: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -392,12 +403,20 @@ class _Case:
         if self.pair.base is None:
             return
         b, w = self.pair.base.read().values.float(), self.w.float()
+        kind = self.e.values.dtype
+
+        def is_merged(merge: Callable[[Tensor], Tensor | None]) -> bool:
+            """Whether it is what ``merge`` makes of the adapter, whatever the order of its sums."""
+            low, high = merge(w - b - 2 * self.slack), merge(w - b + 2 * self.slack)
+            if low is None or high is None:
+                return False
+            return _between(low[self.rows], self.e.values[self.rows], high[self.rows])
+
         if self._is(_rounded(b, self.e)):
             yield Fate.BASE, ""
-        if self._is(_rounded(b + 2 * (w - b), self.e)):
+        if is_merged(lambda a: _rounded(b + 2 * a, self.e)):
             yield Fate.ADAPTED_TWICE, ""
-        kind = self.e.values.dtype
-        if kind in _HALVES and self._is((b.to(kind) + (w - b).to(kind)).to(kind)):
+        if kind in _HALVES and is_merged(lambda a: b.to(kind) + a.to(kind)):
             update = (w - b).double()
             lost = 1 - float(((self.e.values.double() - b.double()) * update).sum() / update.square().sum())
             yield Fate.COARSE, f"the merge lost {lost:.1%} of the adapter"
