@@ -132,11 +132,10 @@ def _detail(of: Sequence[Outcome]) -> str:
 
 def _update(found: Comparison) -> str:
     assert found.update is not None
-    moved, seen, kept = found.update.moved, found.update.seen, found.update.kept
+    moved, seen = found.update.moved, found.update.seen
     if not moved:
         return "The trainer's weights are those of before: there is no update to arrive"
     share, left = moved / found.update.weights, seen / found.update.weights
     return (
-        f"The update moved {share:.2%} of the weights; once rounded as the engine rounds, {left:.2%} differ from "
-        f"before, and carry {kept:.2g} of it"
+        f"The update moved {share:.2%} of the weights; once rounded as the engine rounds, {left:.2%} differ from before"
     )

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -118,12 +118,11 @@ class Outcome:
 @dataclass(frozen=True)
 class Update:
     """What the update since the weights before did: of ``weights``, how many ``moved`` in the trainer's own format, how
-    many are still ``seen`` once rounded as the engine rounds; ``kept``: <r(w) - r(v), w - v> over |w - v|^2."""
+    many are still ``seen`` once rounded as the engine rounds."""
 
     weights: int
     moved: int
     seen: int
-    kept: float
 
 
 @dataclass(frozen=True)
@@ -148,11 +147,12 @@ def compare(
     pairs = list(_pairs(trainer, engine))
     old = {} if before is None else {pair.name: pair.engine for pair in _pairs(trainer, before) if pair.engine}
     search = _Search(trainer, pairs)
-    outcomes, moved = list[Outcome](), _Moved()
+    outcomes, updates = list[Outcome](), list[Update]()
     for number, pair in enumerate(pairs, start=1):
         say(f"{number} of {len(pairs)} tensors")
-        outcomes.append(_outcome(pair, old.get(pair.name), search, moved))
-    return Comparison(trainer.where, engine.where, tuple(outcomes), moved.summed())
+        outcomes.append(_outcome(pair, old.get(pair.name), search, updates))
+    whole = Update(*map(sum, zip(*map(astuple, updates), strict=True))) if updates else None
+    return Comparison(trainer.where, engine.where, tuple(outcomes), whole)
 
 
 # names
@@ -279,7 +279,7 @@ def _codes(w: Tensor, dtype: torch.dtype, scales: Tensor) -> Tensor:
 
 
 def _between(low: Tensor | None, x: Tensor, high: Tensor | None) -> bool:
-    """Whether each value lies between two others: rounding keeps an order, so what it makes of one between them does."""
+    """Whether each value lies between two others, as what is rounded from between them does: rounding keeps order."""
     if low is None or high is None or x.shape != low.shape:
         return False
     return bool(((low.float() <= x.float()) & (x.float() <= high.float())).all())
@@ -292,7 +292,7 @@ def _same(one: Tensor | None, other: Tensor) -> bool:
 # one tensor
 
 
-def _outcome(pair: _Pair, old: _View | None, search: _Search, moved: _Moved) -> Outcome:
+def _outcome(pair: _Pair, old: _View | None, search: _Search, updates: list[Update]) -> Outcome:
     if pair.engine is None or pair.trainer is None:
         there = pair.engine or pair.trainer
         assert there is not None
@@ -302,7 +302,7 @@ def _outcome(pair: _Pair, old: _View | None, search: _Search, moved: _Moved) -> 
     w = mine.values
     v = None if old is None or old.shape != pair.trainer.shape else old.read().values
     if v is not None:
-        moved.count(w, v, e)
+        updates += _update(w, v, e)
     how = {"weights": e.values.numel(), "dtype": str((e.codes if e.codes is not None else e.values).dtype)[6:]}
     if e.grid is not None:
         how["dtype"] = e.grid
@@ -549,26 +549,8 @@ def _digest(x: Tensor) -> int:
     return int((_row_digests(x.reshape(len(x), -1)) * _factors(len(x))).sum())
 
 
-class _Moved:
-    """The update, summed over tensors."""
-
-    def __init__(self) -> None:
-        self._weights = self._moved = self._seen = 0
-        self._whole = self._left = 0.0
-
-    def count(self, w: Tensor, v: Tensor, e: Stored) -> None:
-        now, then = _rounded(w, e), _rounded(v, e)
-        if now is None or then is None or now.shape != then.shape:
-            return
-        self._weights += w.numel()
-        self._moved += int((w != v).sum())
-        self._seen += int((now != then).sum())
-        self._whole += float((w.double() - v.double()).square().sum())
-        self._left += float(((now.double() - then.double()) * (w.double() - v.double())).sum())
-
-    def summed(self) -> Update | None:
-        """None where nothing was counted."""
-        if not self._weights:
-            return None
-        kept = self._left / self._whole if self._whole else 0.0
-        return Update(self._weights, self._moved, self._seen, kept)
+def _update(w: Tensor, v: Tensor, e: Stored) -> Iterator[Update]:
+    """Of one tensor, where the engine's rounding can be done here."""
+    now, then = _rounded(w, e), _rounded(v, e)
+    if now is not None and then is not None and now.shape == then.shape:
+        yield Update(w.numel(), int((w != v).sum()), int((now != then).sum()))
