@@ -232,10 +232,12 @@ def write_gap_page(folder: Path) -> Path:
     figures = Table(("name", "column", "unit", "formula"),
                          [[page.code(f.name), TITLES[f.name], f.unit, f.formula] for f in GAP_FIGURES])  # fmt: skip
     evidence = Table(("learner/rollout", "evidence"), [[row["pair"], row["evidence"]] for row in found.rows])
+    where, *measured = _measured(found)
     blocks = [
         Heading(found.title, 1),
+        where,
         Plots([bar_plot(found)], "one"),
-        *_measured(found),
+        *measured,
         Heading("Curves"),
         Plots(over_position(found.completions)),
         Plots([scatter(found.completions)], "gap"),
