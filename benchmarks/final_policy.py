@@ -5,17 +5,21 @@
 A run's own accuracy is that of its rollout, in the rollout's format: a coarse one scores lower with the same weights.
 Here each run's last weights, and those that it began from, answer the held-out problems in fp32: the mean over problems
 of the share of right answers, at the run's temperature and without its top-p or top-k. Problems and uniforms are the
-same for all runs of a seed.
+same for all runs of a seed. Where a problem has many right answers, the different ones are counted as well: texts that
+differ and are right, of all samples of a problem, and the share of problems with at least one.
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from rows import append
 
 from mantissa.rl.assemble import assemble
+from mantissa.rl.collect.sampler import by_group
 from mantissa.rl.config.run import make_config
 from mantissa.runs.directory import RunDirectory
 
@@ -24,8 +28,19 @@ PLAIN = {"engine": "native", "emulate": None, "top_p": 1.0, "top_k": 0, "support
 IN_FP32 = {"precision": "fp32", "warm_start": None, "loss_scaling": None, "run_dir": None, "nproc": 1}
 
 
-def accuracy(values: dict[str, object], model: str, problems: int) -> tuple[float, float]:
-    """Right answers of the policy in folder ``model``, in fp32: the mean of ``SAMPLES`` a problem, and greedy."""
+@dataclass(frozen=True)
+class Answers:
+    """Right answers of a policy in fp32: share of ``SAMPLES`` and of greedy ones, different ones a problem, share of
+    problems with one."""
+
+    accuracy: float
+    greedy: float
+    distinct: float
+    solved: float
+
+
+def answers(values: dict[str, object], model: str, problems: int) -> Answers:
+    """Of the policy in folder ``model``."""
     rollout = dict(values["rollout"]) | PLAIN  # type: ignore[call-overload]
     config = make_config(values | IN_FP32 | {"model": {"path": model}, "rollout": rollout}, model)
     parts = assemble(config)
@@ -35,9 +50,14 @@ def accuracy(values: dict[str, object], model: str, problems: int) -> tuple[floa
         heldout = parts.task.split("heldout")[:problems]
         own = sampler.params_of(config.rollout)
         greedy = sampler.params(config.rollout.max_tokens, 0.0, config.rollout.stop)
-        return (
-            sampler.accuracy(heldout, SAMPLES, own, learner.version, config.seed, "final policy"),
+        sampled = sampler.sample(heldout, SAMPLES, own, learner.version, config.seed, "final policy")
+        graded = by_group(sampled, list(zip(sampled, sampler.grade(sampled), strict=True)))
+        right = [[sample.text.replace(" ", "") for sample, reward in group if reward.correct] for group in graded]
+        return Answers(
+            fmean(len(texts) / SAMPLES for texts in right),
             sampler.accuracy(heldout, 1, greedy, learner.version, config.seed, "greedy"),
+            fmean(len(set(texts)) for texts in right),
+            fmean(bool(texts) for texts in right),
         )
     finally:
         parts.close()
@@ -48,7 +68,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--problems", type=int, default=256)
     options = parser.parse_args()
-    first: dict[str, tuple[float, float]] = {}
+    first: dict[str, Answers] = {}
     for path in options.runs:
         run = RunDirectory.open(path)
         values, steps = run.config, len(run.read_metrics())
@@ -57,8 +77,8 @@ def main() -> None:
             continue
         start = values["model"]["path"]
         if start and start not in first:
-            first[start] = accuracy(values, start, options.problems)
-        sampled, greedy = accuracy(values, str(path / "policy"), options.problems)
+            first[start] = answers(values, start, options.problems)
+        last = answers(values, str(path / "policy"), options.problems)
         row = {
             "benchmark": "final_policy",
             "run": path.name,
@@ -67,13 +87,17 @@ def main() -> None:
             "steps": steps,
             "problems": options.problems,
             "samples": SAMPLES,
-            "accuracy_fp32": sampled,
-            "greedy_fp32": greedy,
-            "accuracy_fp32_at_start": first[start][0] if start else None,
+            "accuracy_fp32": last.accuracy,
+            "greedy_fp32": last.greedy,
+            "distinct_fp32": last.distinct,
+            "solved_fp32": last.solved,
+            "accuracy_fp32_at_start": first[start].accuracy if start else None,
+            "distinct_fp32_at_start": first[start].distinct if start else None,
         }
         append("final_policy.jsonl", [row], "cpu")
         print(
-            f"{path.name}: {sampled:.4f} (greedy {greedy:.3f}; at the start {row['accuracy_fp32_at_start']})",
+            f"{path.name}: {last.accuracy:.4f} (greedy {last.greedy:.3f}, at first {row['accuracy_fp32_at_start']}); "
+            f"{last.distinct:.2f} different right answers a problem",
             flush=True,
         )
 

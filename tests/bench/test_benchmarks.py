@@ -175,7 +175,8 @@ def test_the_summary_of_runs(tmp_path: Path) -> None:
     subprocess.run(script, env={**os.environ, "OUT": str(tmp_path)}, check=True)
     row = json.loads((tmp_path / "final_policy.jsonl").read_text())
     assert row["steps"] == 2
-    assert 0 <= row["accuracy_fp32"] <= 1
+    assert 0 <= row["accuracy_fp32"] <= row["solved_fp32"] <= 1
+    assert row["solved_fp32"] <= row["distinct_fp32"] <= 32
 
 
 @pytest.mark.variants
