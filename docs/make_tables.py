@@ -164,7 +164,7 @@ def _gap_cells(row: Row) -> list[str]:
 
 
 def _adopted(benchmark: str, gpu: bool = False) -> list[Row]:
-    rows = [row for row in _rows("adopt") if row["benchmark"] == benchmark]
+    rows = [row for row in _rows("adopt", lost=gpu) if row["benchmark"] == benchmark]
     return [row for row in rows if row["device"].startswith("NVIDIA") == gpu]
 
 
@@ -207,8 +207,9 @@ def adopt_gpu() -> str:
     for fmt in ("fp32", "bf16", "fp16"):
         found = [row for row in families if row["requested"] == fmt]
         total = f"{sum(row['different'] for row in found):,} of {sum(row['compared'] for row in found):,}"
-        cells = [_quartiles(newest[fmt, part]) if (fmt, part) in newest else "" for part in PARTS]
-        lines.append([fmt, str(len(found) or ""), total if found else "", *cells])
+        cost = [newest.get((fmt, part)) for part in PARTS]
+        cells = [f"{_quartiles(row)}{marks([row])}" if row else "" for row in cost]
+        lines.append([fmt, str(len(found) or ""), total + marks(found) if found else "", *cells])
     return table(["format", "families", "different, adopted", *PARTS], lines)
 
 

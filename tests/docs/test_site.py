@@ -46,6 +46,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_row_of_a_table_says_nothing(page: Path) -> None:
+    said = re.findall(r"^\| (.+) \|$", page.read_text(), re.MULTILINE)
+    assert [row for row in said if not "".join(row.split(" | ")[1:]).strip() and " | " in row] == []
+
+
 def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
     pages = {path.name: path.read_text() for path in site.glob("*.html")}
     assert {"index.html", "api.html", "guide.html", "results.html"} <= pages.keys()
