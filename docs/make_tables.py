@@ -439,7 +439,7 @@ COMMAND_PAGES = {
     "fitness": "guide.md", "weights": "weights.md",
     "launch": "cluster.md", "check": "check.md", "check-verl": "cluster.md", "serve": "vllm.md",
     "evolve": "evolution.md",
-    "worldmodel": "evolution.md", "sample": "adopt.md", "demo": "start/laptop.md", "replay": "exactness.md",
+    "worldmodel": "evolution.md", "sample": "models.md", "demo": "start/laptop.md", "replay": "exactness.md",
 }  # fmt: skip
 
 
