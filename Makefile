@@ -49,8 +49,8 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not variants" --numprocesses=2
 
-# A hundred SIGKILLs at random instants: nothing is destroyed, and what is gone on with ends equal. Some forty minutes on a
-# machine with other work. SEED=N draws other instants; the seed is printed.
+# Two hundred SIGKILLs at random instants: nothing is destroyed, and what is gone on with ends equal. Some ninety minutes on
+# a machine with other work. SEED=N draws other instants; the seed is printed.
 test-kills: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python tests/kills.py $(if $(SEED),--seed $(SEED))
 

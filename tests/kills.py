@@ -1,4 +1,4 @@
-"""SIGKILL at random instants, a hundred in all, to commands that write: ``make test-kills``; ``SEED=N`` draws others.
+"""SIGKILL at random instants, two hundred in all, to commands that write: ``make test-kills``; ``SEED=N`` draws others.
 
     python tests/kills.py [--seed N] [--share F] [COMMAND ...]
 
@@ -6,7 +6,8 @@ Each command is first left alone: how long it takes, and what it leaves. Then it
 the first kills of its folders are spread over the whole of that time. A folder is killed one to three times, and then
 the command is given to its end. Two things must hold: after each kill every result that there was before is there as it
 was (of a file that is written anew: the old one or the new one, whole), and the end is equal, bit for bit but for what
-the clock says, to the undisturbed one. A line a command; exit code 1 where one is not equal.
+the clock says, to the undisturbed one. A line a command; exit code 1 where one is not equal. Of a run of several
+processes any of them is killed, the command that started them among them.
 
 ``--share``: of each command's kills, such as 0.2 for a quick look.
 """
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,9 @@ class Command:
     prepare: Callable[[Path], None] = lambda folder: None
     replaced: bool = False
     inside: bool = False  # run with the folder for its working directory
+    said: str | None = None  # the file beside the folder into which it prints
     good: tuple[int, ...] = (0,)  # exit codes
+    several: int | None = None  # its exit code where one of the processes that it started is killed: they are, in turn
 
 
 class FailedError(Exception):
@@ -81,7 +84,11 @@ class Rig:
         arguments = (command.again if again and command.again else command.begin)(folder)
         when = None if until is None else lambda: time.monotonic() > until
         cwd = folder if command.inside else None
-        return self.server.run(arguments, when, report=True, slow=0.0, cwd=cwd)
+        log = None if command.said is None else folder.parent / command.said
+        if log is not None:
+            log.unlink(missing_ok=True)
+        victim = self.rng.choice if command.several is not None else (lambda family: family[0])
+        return self.server.run(arguments, when, report=True, slow=0.0, cwd=cwd, log=log, victim=victim)
 
     def finish(self, command: Command, folder: Path, again: bool) -> Found:
         code = self.run(command, folder, again)
@@ -134,13 +141,14 @@ class Rig:
         """1 where it was killed at that instant, and left what was there; 0 where it had ended."""
         before = command.kept(folder)
         code = self.run(command, folder, again, time.monotonic() + instant)
-        if code not in (*command.good, -signal.SIGKILL):
+        killed = (-signal.SIGKILL, *(() if command.several is None else (command.several,)))
+        if code not in (*command.good, *killed):
             raise FailedError(f"exit code {code}; {self.server.log} ends: {self.server.log.read_text()[-300:]}")
         after = command.kept(folder)
         for key, value in before.items():
             if after.get(key) != value and not (command.replaced and key in new and after.get(key) == new[key]):
                 raise FailedError(f"{key} was there, and is {'another' if key in after else 'gone'}")
-        return int(code == -signal.SIGKILL)
+        return int(code in killed)
 
 
 def _compare(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
@@ -193,14 +201,33 @@ def kept_of_run(folder: Path) -> Found:
     }
 
 
-def train(name: str, kills: int, path: Path, *overrides: str) -> Command:
+def train(name: str, kills: int, path: Path, *overrides: str, several: int | None = None) -> Command:
     def begin(folder: Path) -> list[str]:
         return ["train", str(path), f"run_dir={folder}", *overrides]
 
     def again(folder: Path) -> list[str]:
         return ["train", "--resume", str(folder)] if (folder / "config.yaml").exists() else begin(folder)
 
-    return Command(name, kills, begin, of_run, kept_of_run, again)
+    return Command(name, kills, begin, of_run, kept_of_run, again, several=several)
+
+
+def guarded(kills: int, path: Path, *overrides: str) -> Command:
+    """A run whose guard goes back to an earlier checkpoint and on in a wider format: the steps up to that one stay."""
+
+    def found(folder: Path) -> Found:
+        said = of_run(folder)
+        if [each["from_step"] for each in said["fell back"] or ()] != [GOOD_STEP]:
+            raise FailedError(f"expected one fall back to step {GOOD_STEP}, got {said['fell back']}")
+        return said
+
+    def kept(folder: Path) -> Found:
+        known = kept_of_run(folder)
+        return {key: row for key, row in known.items() if not (isinstance(row, dict) and row["step"] > GOOD_STEP)}
+
+    return replace(train("guard", kills, path, *overrides), found=found, kept=kept)
+
+
+GOOD_STEP = 2
 
 
 # evolution, load, lab
@@ -294,6 +321,25 @@ def lab(kills: int) -> Command:
     return Command("lab", kills, lambda folder: ["lab", "try.yaml"], found, kept, prepare=prepare, inside=True)
 
 
+# what reads alone
+
+
+def weights(kills: int, run: Path) -> Command:
+    """Of two checkpoints of a run: prints the same lines, and touches nothing."""
+
+    def begin(folder: Path) -> list[str]:
+        one, other = (str(folder / "checkpoints" / f"step-{step}") for step in (4, 6))
+        return ["weights", one, other, "--json"]
+
+    def found(folder: Path) -> Found:
+        return kept(folder) | {"said": (folder.parent / "said.txt").read_text().replace(str(folder), "")}
+
+    def kept(folder: Path) -> Found:
+        return {name: data for name, data in files(folder).items() if name != "run.lock"}
+
+    return Command("weights", kills, begin, found, kept, prepare=partial(_copy, run), said="said.txt", good=(1,))
+
+
 # what is written over an older result
 
 
@@ -372,6 +418,15 @@ def commands(rig: Rig) -> dict[str, Callable[[], Command]]:
 
     tuned = ["tune", str(run), "--budget=0.05", "--blocks=2", f"--prompts={prompts}", "--max-tokens=4", "--device=cpu"]
     ahead = ("rollout.max_policy_lag=4", "rollout.dynamic={batch_prompts: 3, max_generation_batches: 40}")
+    student = ("model.fresh.intermediate_size=48",)
+    teacher = f"reference: {{path: {run}}}"
+    by_tokens = f"algorithm={{loss: ppo_clip, advantage: distillation, {teacher}}}"
+    by_whole = f"algorithm={{loss: {{kind: reverse_kl, support: 4}}, {teacher}}}"
+    overflowing = (
+        "steps=8", "checkpoint={every: 1, keep: 1}", "evaluation=null", "rollout.max_policy_lag=2",
+        "loss_scaling={growth_interval: 6, growth_factor: 1.0e+18, retries: 0}",
+        "guard={window: 6, min_steps: 2, good_after: 1}",
+    )  # fmt: skip
     waltz = (
         "steps=4", "warm_start.steps=8", "waltz.feedback.warm_start.steps=8", "waltz.conversation_frozen=1",
         "rollout.prompts=8", "evaluation={every: 2, problems: 16, samples: 1}", "checkpoint.every=1",
@@ -383,9 +438,14 @@ def commands(rig: Rig) -> dict[str, Callable[[], Command]]:
     found: dict[str, Callable[[], Command]] = {
         "train-sync": lambda: train("train-sync", 18, small),
         "train-async": lambda: train("train-async", 14, small, *ahead),
+        "distillation": of(lambda: train("distillation", 20, small, *student, by_tokens)),
+        "reverse-kl": of(lambda: train("reverse-kl", 16, small, *student, by_whole)),
+        "nproc": lambda: train("nproc", 14, small, "nproc=2", several=1),
+        "guard": lambda: guarded(20, small, *overflowing),
+        "weights": of(lambda: weights(10, run)),
         "waltz": lambda: train("waltz", 10, RECIPES / "waltz.yaml", *waltz),
         "evolve": lambda: evolve(12),
-        "lab": lambda: lab(4),
+        "lab": lambda: lab(14),
         "soak": lambda: soak(4),
         "gap": of(lambda: gap(12, run, prompts)),
         "tune": after("tune", 8, [*tuned, "--seed=1"], tuned),

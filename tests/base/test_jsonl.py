@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import signal
@@ -150,3 +151,28 @@ def test_values_that_no_row_has_are_refused_where_they_are_read(line: str, messa
         JsonLines(tmp_path / "rows.jsonl").read()
     with pytest.raises(TypeError, match="at most 64 bits"):
         encode({"step": 1, "loss": 10**400})
+
+
+def test_a_digest_of_the_past_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is that of all rows up to the step, whatever was asked before; and each row is read for it once."""
+    rows = JsonLines(tmp_path / "rows.jsonl")
+    read, real = [], JsonLines._row
+    monkeypatch.setattr(JsonLines, "_row", lambda self, line, *more: read.append(1) or real(self, line, *more))
+    lasting = lambda row: {key: value for key, value in row.items() if key != "time/s"}  # noqa: E731
+    assert rows.digest(5, lasting) is None
+    rows.append({"step": 1, "x": 0.1, "time/s": 1.0})
+    first = rows.digest(1, lasting)
+    for step in range(2, 50):
+        rows.append({"step": step, "x": math.nan if step % 2 else -0.0, "time/s": 1.0 * step})
+        rows.digest(step, lasting)
+    assert len(read) == 49
+    texts = [encode(lasting(row)) for row in rows.read()]
+    assert rows.digest(49, lasting) == hashlib.sha256("\n".join(texts).encode()).hexdigest()
+    assert rows.digest(1, lasting) == first, "an earlier step, too"
+    assert JsonLines(rows.path).digest(49, lasting) == rows.digest(49, lasting)
+    rows.truncate(7)
+    assert rows.digest(49, lasting) == hashlib.sha256("\n".join(texts[:7]).encode()).hexdigest()
+    rows.path.write_bytes(rows.path.read_bytes()[:-3])
+    assert rows.digest(49, lasting) == hashlib.sha256("\n".join(texts[:6]).encode()).hexdigest(), "a torn line is none"
+    rows.path.unlink()
+    assert rows.digest(49, lasting) is None

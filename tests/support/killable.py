@@ -8,6 +8,7 @@ which takes longer than these runs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -42,21 +43,25 @@ class Server:
         report: bool = False,
         slow: float = 0.02,
         cwd: Path | None = None,
+        log: Path | None = None,
+        victim: Callable[[list[int]], int] = lambda family: family[0],
     ) -> int:
         """Exit code of the process; -9 where it was killed, at the first moment that ``kill_when`` holds.
 
-        ``slow``: of one that is to be killed. What the killed one had started is gone when this returns.
+        ``slow``: of one that is to be killed. What the killed one had started is gone when this returns. ``log``: where
+        it prints. ``victim``: which one is killed of the process, which is the first, and those that it has started.
         """
         slow = slow if kill_when else 0.0
         report = report or kill_when is not None
-        about = {"log": str(self.log), "cwd": None if cwd is None else str(cwd)}
+        about = {"log": str(log or self.log), "cwd": None if cwd is None else str(cwd)}
         pid, family = self._ask({"argv": argv, "slow": slow, "report": report, **about}), dict[int, str]()
         deadline = time.monotonic() + 900  # of a machine with other work
         while kill_when is not None and Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
             assert time.monotonic() < deadline, self.log.read_text()
             if kill_when():
                 family = descendants(pid)
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(victim([pid, *family]), signal.SIGKILL)
                 break
             time.sleep(0.0005)
         code = self._ask("wait")

@@ -27,7 +27,7 @@ import stat
 import sys
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from errno import (
@@ -358,6 +358,17 @@ def refuse_other_settings(folder: Path, what: str, there: Mapping[str, Any], ask
         )
 
 
+class _Past:
+    """The rows of a file that are in its digest: the last one's step, how many rows and bytes, and the digest."""
+
+    def __init__(self) -> None:
+        self.step, self.rows, self.bytes, self.sha256 = -1, 0, 0, hashlib.sha256()
+
+    def add(self, step: int, size: int, text: str) -> None:
+        self.sha256.update(("\n" * bool(self.rows) + text).encode())
+        self.step, self.rows, self.bytes = step, self.rows + 1, self.bytes + size
+
+
 class JsonLines:
     """Rows in ``path``, one a line, each with an integer ``step`` larger than the one before.
 
@@ -369,6 +380,7 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._last_step: int | None = None
+        self._past = _Past()
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row and fsync it, so that no later checkpoint can be on disk without it.
@@ -403,19 +415,40 @@ class JsonLines:
     def read(self) -> list[Row]:
         """All rows. A last line that a kill cut short is left out; damage anywhere else is a ``MantissaError``, and so
         are values that no row has (``decode``) and steps that do not rise."""
-        if not self.path.exists():
+        if not self._size():
             return []
-        if not regular_file(self.path):
-            raise MantissaError(f"{self.path}: expected a file, found a folder; move it away")
-        if self.path.stat().st_size == 0:
-            return []
-        require_size(self.path, _LARGEST)
         rows: list[Row] = []
         with opened(self.path) as file:
             for place, line in enumerate(file, start=1):
                 if line.endswith(b"\n"):  # else it was never finished
                     rows.append(self._row(line[:-1], place, rows[-1]["step"] if rows else -1))
         return rows
+
+    def digest(self, step: int, lasting: Callable[[Row], Row]) -> str | None:
+        """SHA-256 of what of the rows up to ``step`` is ``lasting``, each as ``encode`` writes it and lines between;
+        None where there are none. What was read for an earlier step is not read again."""
+        if self._past.step > step or self._size() < self._past.bytes:
+            self._past = _Past()
+        if not self._size():
+            return None
+        with self.path.open("rb") as file:
+            file.seek(self._past.bytes)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                row = self._row(line[:-1], self._past.rows + 1, self._past.step)
+                if row["step"] > step:
+                    break
+                self._past.add(row["step"], len(line), encode(lasting(row)))
+        return self._past.sha256.hexdigest() if self._past.rows else None
+
+    def _size(self) -> int:
+        """Bytes that there are to read; ``MantissaError`` for what is no file, or one too large."""
+        if not self.path.exists():
+            return 0
+        if not regular_file(self.path):
+            raise MantissaError(f"{self.path}: expected a file, found a folder; move it away")
+        return require_size(self.path, _LARGEST)
 
     def _row(self, line: bytes, place: int, last: int) -> Row:
         """The row of a line; ``last``: the step of the row before."""
@@ -439,7 +472,7 @@ class JsonLines:
         """Keep the rows up to and including ``step``, atomically."""
         rows = [row for row in self.read() if row["step"] <= step]
         write_atomically(self.path, "".join(encode(row) + "\n" for row in rows))
-        self._last_step = None
+        self._last_step, self._past = None, _Past()
 
     def _drop_torn_line(self) -> None:
         """Cut what follows the last newline, or the next row would be glued to it."""

@@ -17,7 +17,6 @@ appended to by the line.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -38,7 +37,6 @@ from mantissa.base.files import (
     Row,
     atomic_file,
     disk_errors,
-    encode,
     locked,
     numbered,
     own,
@@ -319,8 +317,8 @@ class RunDirectory:
         """Of the rows up to ``step`` by their file's name; of the warm start's, which come before them, all. Of the
         doctor's none: a run ends with the same checkpoints whether one looks on or not."""
         parts = (self._metrics, step), (self._warm_start, LARGEST_SIZE)
-        pasts = {lines.path.name: [row for row in lines.read() if row["step"] <= last] for lines, last in parts}
-        return {name: _digest_of(past) for name, past in pasts.items() if past}
+        found = {lines.path.name: lines.digest(last, deterministic) for lines, last in parts}
+        return {name: digest for name, digest in found.items() if digest is not None}
 
     def rewind(self, step: int) -> None:
         """Forget the metrics and rollouts after ``step``: what a resume from checkpoint ``step`` begins with."""
@@ -426,11 +424,6 @@ def _check_environment(environment: dict[str, Any], where: str) -> None:
         raise MantissaError(
             f"{where}: {wrong}: expected what a run records, got {describe_value(environment[wrong])}; restore it"
         )
-
-
-def _digest_of(rows: Sequence[Row]) -> str:
-    """SHA-256 of rows without what the clock says."""
-    return hashlib.sha256("\n".join(encode(deterministic(row)) for row in rows).encode()).hexdigest()
 
 
 def deterministic(row: Mapping[str, Any]) -> dict[str, Any]:
