@@ -59,7 +59,7 @@ def test_what_arrived_is_known_by_digests_alone(server: FakeServer) -> None:
 
 FAULTS: dict[str, tuple[dict[str, Any], Fate, str]] = {
     "stale": ({OUT: lambda w: BEFORE[OUT]}, Fate.STALE, "as before the update"),
-    "half of it stale": ({OUT: lambda w: torch.cat([w[:16], BEFORE[OUT][16:]])}, Fate.STALE, "rows 16 to 31 of 32 alone"),
+    "half stale": ({OUT: lambda w: torch.cat([w[:16], BEFORE[OUT][16:]])}, Fate.STALE, "rows 16 to 31 of 32 alone"),
     "zero": ({DOWN: torch.zeros_like}, Fate.ZERO, ""),
     "scaled": ({DOWN: lambda w: w * 1.25}, Fate.SCALED, "by 1.25"),
     "rows": ({Q: lambda w: w.flip(0)}, Fate.ROWS, "32 of 32 have moved"),

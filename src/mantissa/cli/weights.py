@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from collections import defaultdict
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +11,7 @@ from mantissa.base.errors import MantissaError, say
 from mantissa.cli import progress, screen
 
 if TYPE_CHECKING:
-    from mantissa.doctor.weights import Comparison, Fate, Outcome
+    from mantissa.doctor.weights import Comparison
 
 _Place = Annotated[str, typer.Argument(show_default=False, metavar="TRAINER", help="Weights as the trainer has them.")]
 _SHOWN = 24  # lines of faults
@@ -37,9 +34,9 @@ def weights(
     """Say whether ENGINE has TRAINER's weights, tensor by tensor under the engine's own rounding, to the bit.
 
     Each is a model's folder, a run, an adapter's folder, a GGUF file, a run's or TRL's or verl's checkpoint, a file of
-    tensors, or the address of a vLLM that was started with
-    --worker-extension-cls mantissa.rollout.vllm.worker.WeightReader. What did not arrive is explained: stale, another tensor's, transposed, one rank's part, rounded twice,
-    an adapter not merged. Exit code 1: something did not arrive.
+    tensors, or the address of a vLLM that was started with --worker-extension-cls
+    mantissa.rollout.vllm.worker.WeightReader. What did not arrive is explained: stale, another tensor's, transposed,
+    one rank's part, rounded twice, an adapter not merged. Exit code 1: something did not arrive.
 
     [bold]Examples[/]
 
@@ -82,24 +79,21 @@ def _rows(found: Comparison) -> list[dict[str, Any]]:
 def _show(found: Comparison) -> None:
     from rich.text import Text
 
-    from mantissa.doctor.weights import ARRIVED, DO
+    from mantissa.doctor.weights import ARRIVED, DO, said_of
 
     console = screen()
     console.print(Text(_headline(found), style="bold"))
-    groups: dict[tuple[Fate, str, str], list[Outcome]] = defaultdict(list)
-    for each in found.outcomes:
-        if each.fate not in ARRIVED:
-            groups[each.fate, _kind(each.name), re.sub(r"layers\.\d+\.", "", each.detail)].append(each)
+    lost = [each for each in found.outcomes if each.fate not in ARRIVED]
     if _another_model(found):
         return
-    lines = sorted(groups.items(), key=lambda item: -sum(each.differing for each in item[1]))
-    for (fate, kind, _), group in lines[:_SHOWN]:
-        console.print(f"  {fate.value}: {kind}{_layers(group)}{_detail(group)}")
+    lines = said_of(lost)
+    for line in lines[:_SHOWN]:
+        console.print(f"  {line}")
     if len(lines) > _SHOWN:
         console.print(f"  and {len(lines) - _SHOWN} more kinds; --json has every tensor")
     if found.update is not None and (said := _update(found)):
         console.print(said)
-    for named in dict.fromkeys(key[0] for key, _ in lines):
+    for named in dict.fromkeys(each.fate for each in sorted(lost, key=lambda each: -each.differing)):
         console.print(Text(f"  - {named.value}: {DO[named]}", style="dim"))
 
 
@@ -129,31 +123,6 @@ def _headline(found: Comparison) -> str:
     if len({each.fate for each in lost}) == 1 and len(lost) == count:
         return f"Nothing arrived: all {count} tensors are {lost[0].fate.value}"
     return f"Not all weights arrived: {len(lost)} of {count} tensors did not ({share:.2%} of the weights, in {kinds})"
-
-
-def _kind(name: str) -> str:
-    """A tensor's name without its layer."""
-    return re.sub(r"\.(layers|h|blocks)\.\d+\.", ".", f".{name}").lstrip(".").removeprefix("model.")
-
-
-def _layers(of: Sequence[Outcome]) -> str:
-    """Which layers, as ranges."""
-    numbers = sorted({int(found[1]) for each in of if (found := re.search(r"(?:layers|h|blocks)\.(\d+)\.", each.name))})
-    ranges = list[list[int]]()
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    if not ranges:
-        return ""
-    said = ", ".join(f"{low}" if low == high else f"{low} to {high}" for low, high in ranges)
-    return f" of layer{'s' if len(numbers) > 1 else ''} {said}"
-
-
-def _detail(of: Sequence[Outcome]) -> str:
-    said = f" ({of[0].detail})" if of[0].detail else ""
-    return f"{said}, {sum(each.differing for each in of):,} weights"
 
 
 def _update(found: Comparison) -> str:

@@ -27,7 +27,8 @@ Legend: w, e, v as above; R rows that differ.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -158,7 +159,49 @@ def compare(
     return Comparison(trainer.where, engine.where, tuple(outcomes), whole)
 
 
+# words
+
+
+def said_of(lost: Sequence[Outcome]) -> list[str]:
+    """A line for each kind of fault: tensors of one name in all layers together, those with most weights first."""
+    groups: dict[tuple[Fate, str, str], list[Outcome]] = defaultdict(list)
+    for each in lost:
+        groups[each.fate, _kind(each.name), re.sub(r"layers\.\d+\.", "", each.detail)].append(each)
+    lines = sorted(groups.items(), key=lambda item: -sum(each.differing for each in item[1]))
+    return [f"{fate.value}: {kind}{_layers(group)}{_detail(group)}" for (fate, kind, _), group in lines]
+
+
+def _kind(name: str) -> str:
+    """A tensor's name without its layer."""
+    return re.sub(r"\.(layers|h|blocks)\.\d+\.", ".", f".{name}").lstrip(".").removeprefix("model.")
+
+
+def _layers(of: Sequence[Outcome]) -> str:
+    """Which layers, as ranges."""
+    numbers = sorted({int(found[1]) for each in of if (found := re.search(r"(?:layers|h|blocks)\.(\d+)\.", each.name))})
+    ranges = list[list[int]]()
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    if not ranges:
+        return ""
+    said = ", ".join(f"{low}" if low == high else f"{low} to {high}" for low, high in ranges)
+    return f" of layer{'s' if len(numbers) > 1 else ''} {said}"
+
+
+def _detail(of: Sequence[Outcome]) -> str:
+    said = f" ({of[0].detail})" if of[0].detail else ""
+    return f"{said}, {sum(each.differing for each in of):,} weights"
+
+
 # names
+
+
+def plain_name(name: str) -> str:
+    """A tensor's name without what wraps a model."""
+    return _key(name)
 
 
 @dataclass(frozen=True)
