@@ -21,11 +21,11 @@ from safetensors.torch import load_file
 import fake_vllm
 import small_run
 from fake_vllm_server import FakeServer
+from mantissa.base.digest import digest
 from mantissa.kernels import resolve
 from mantissa.model import Decoder
 from mantissa.rl import make_config
 from mantissa.rl.assemble import load_policy, vllm_start
-from mantissa.rollout.vllm.worker import digest
 from mantissa.runs.directory import RunDirectory
 from mantissa.tasks import build_task
 
@@ -94,7 +94,7 @@ def test_each_process_has_a_vllm_and_they_sample_what_one_does(tmp_path: Path, o
     assert sampled(run.path) == sampled(one / "run")
     weights = seen(tmp_path / "two", "weights")
     assert weights["0"] == weights["1"]  # read back from each after each load, the whole of a policy in slices as well
-    final = {name: digest(tensor) for name, tensor in load_file(run.policy_path / "model.safetensors").items()}
+    final = {name: str(digest(tensor)) for name, tensor in load_file(run.policy_path / "model.safetensors").items()}
     final["lm_head.weight"] = final["model.embed_tokens.weight"]
     assert weights["1"][-1] == final
     assert len({json.dumps(one) for one in weights["1"]}) >= 3  # those it was tried with, and each step's
@@ -148,7 +148,7 @@ def test_one_server_for_both_processes(tmp_path: Path, one: Path, server: FakeSe
     assert done.returncode == 0, done.stderr
     run = RunDirectory.open(tmp_path / "two" / "run")
     assert sampled(run.path) == sampled(one / "run")
-    final = {name: digest(tensor) for name, tensor in load_file(run.policy_path / "model.safetensors").items()}
+    final = {name: str(digest(tensor)) for name, tensor in load_file(run.policy_path / "model.safetensors").items()}
     final["lm_head.weight"] = final["model.embed_tokens.weight"]
     assert server.llm.worker.mantissa_weights() == final
     assert server.asked.count("/reset_prefix_cache") == len(

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from fake_vllm import LLM, Fault, install, masters
+from mantissa.base.digest import digest
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import ResolvedPrecision, resolve, rollout_kernels
 from mantissa.model import ModelConfig
 from mantissa.precision import PrecisionPolicy
 from mantissa.rollout import Request, SamplingParams, VllmEngine, VllmStart
 from mantissa.rollout.sampling import stream_keys
-from mantissa.rollout.vllm.worker import digest
 
 CONFIG = ModelConfig("qwen2", 40, 32, 56, 2, 4, 2, 8, qkv_bias=True, tie_word_embeddings=True, initializer_range=0.25)
 PARAMS = SamplingParams(max_tokens=6, temperature=0.5, stop_token_ids=(3,))
@@ -179,7 +179,7 @@ def test_what_the_worker_holds_is_what_was_sent(build: Build) -> None:
     weights = masters(1, CONFIG)
     engine.sync(weights, 0)
     held = LLM.made[-1].worker.mantissa_weights()
-    rounded = {name: digest(tensor.bfloat16()) for name, tensor in weights.items()}
+    rounded = {name: str(digest(tensor.bfloat16())) for name, tensor in weights.items()}
     assert held == rounded | {"lm_head.weight": rounded["model.embed_tokens.weight"]}
     assert len(held) == len(weights) + 1
 

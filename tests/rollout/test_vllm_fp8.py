@@ -18,12 +18,13 @@ from torch import Tensor
 import block_reference
 import fake_vllm
 from fake_vllm import LLM, Fault, install
+from mantissa.base.digest import digest
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import resolve, rollout_kernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import BF16, FP32, Fp8Policy, PrecisionPolicy
 from mantissa.rollout import VllmEngine, VllmStart
-from mantissa.rollout.vllm.worker import check_device, check_layers, digest, quantization_config
+from mantissa.rollout.vllm.worker import check_device, check_layers, quantization_config
 
 CONFIG = ModelConfig("qwen2", 40, 256, 384, 2, 2, 1, 128, qkv_bias=True, tie_word_embeddings=True)
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -109,7 +110,7 @@ def test_what_the_worker_holds_is_what_was_sent(build: Build) -> None:
     engine.sync(weights, 0)
     held = LLM.made[-1].worker.mantissa_weights()
     sent = load_file(folder_of(engine) / "model.safetensors")
-    assert held == {name: digest(tensor) for name, tensor in sent.items()}
+    assert held == {name: str(digest(tensor)) for name, tensor in sent.items()}
     assert len(held) == len(weights) + 2 * 7 + 1  # 14 matrices' scales, and the head
     assert "in bfloat16, products of e4m3 in 1x128 and e4m3 in 128x128 by TritonProduct, head float32" in (
         engine.evidence

@@ -19,12 +19,12 @@ import torch
 
 from fake_vllm import CONFIG, KERNELS, LLM, PARAMS, START, Fault, install, masters
 from fake_vllm_server import FakeServer
+from mantissa.base.digest import digest
 from mantissa.base.environ import changed_environment
 from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.precision import BF16
 from mantissa.rollout import Request, VllmEngine, VllmStart
-from mantissa.rollout.vllm.worker import digest
 from strict_promotion import StrictPromotion
 
 REQUESTS = [Request((5, 6), seed=11, samples=2), Request((7,), seed=12, samples=3)]
@@ -323,7 +323,7 @@ def test_each_process_loads_and_proves_a_vllm_of_its_own(monkeypatch: pytest.Mon
     first, second = Crew(2).each(work)
     assert first == second
     assert "tensors read back as sent, bit for bit" in first[0]
-    expected = {name: digest(weight) for name, weight in masters(3).items()}
+    expected = {name: str(digest(weight)) for name, weight in masters(3).items()}
     assert [llm.worker.mantissa_weights() for llm in LLM.made] == [expected, expected]
     assert len({llm.options["model"] for llm in LLM.made}) == 2  # a folder of its own
     assert [llm.closed for llm in LLM.made] == [True, True]

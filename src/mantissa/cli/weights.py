@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
-from collections import defaultdict
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mantissa.base.errors import say
+from mantissa.base.errors import MantissaError, say
 from mantissa.cli import progress, screen
 
 if TYPE_CHECKING:
-    from mantissa.doctor.weights import Comparison, Fate, Outcome
+    from mantissa.doctor.weights import Comparison
 
 _Place = Annotated[str, typer.Argument(show_default=False, metavar="TRAINER", help="Weights as the trainer has them.")]
 _SHOWN = 24  # lines of faults
@@ -29,26 +26,39 @@ def weights(
     base: Annotated[
         str | None, typer.Option(metavar="WEIGHTS", help="Of adapters whose settings name no folder here.")
     ] = None,
+    remote: Annotated[
+        bool, typer.Option("--remote", help="Compare digests alone, of an engine that may be on another machine.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a line a tensor.")] = False,
 ) -> None:
     """Say whether ENGINE has TRAINER's weights, tensor by tensor under the engine's own rounding, to the bit.
 
-    Each is a model's folder, a run, an adapter's folder, a GGUF file, a run's or TRL's or verl's checkpoint, or a file
-    of tensors. What did not arrive is explained: stale, another tensor's, transposed, one rank's part, rounded twice,
-    an adapter not merged. Exit code 1: something did not arrive.
+    Each is a model's folder, a run, an adapter's folder, a GGUF file, a run's or TRL's or verl's checkpoint, a file of
+    tensors, or the address of a vLLM that was started with --worker-extension-cls
+    mantissa.rollout.vllm.worker.WeightReader. What did not arrive is explained: stale, another tensor's, transposed,
+    one rank's part, rounded twice, an adapter not merged. Exit code 1: something did not arrive.
 
     [bold]Examples[/]
 
     mantissa weights checkpoint-40 served-model --before checkpoint-39
 
+    mantissa weights runs/mine/policy http://127.0.0.1:8000
+
     mantissa weights runs/mine/policy mine-q8_0.gguf
     """
     from mantissa.doctor.held import held
+    from mantissa.doctor.served import is_address
     from mantissa.doctor.weights import compare
     from mantissa.rl.adapters import policy_folder
 
-    mine, theirs = (held(policy_folder(each), base) for each in (trainer, engine))
-    old = None if before is None else held(policy_folder(before), base)
+    mine, theirs, old = (
+        None if each is None else held(each if is_address(each) else policy_folder(each), base, remote)
+        for each in (trainer, engine, before)
+    )
+    assert mine is not None
+    assert theirs is not None
+    if not mine.readable or (old is not None and not old.readable):
+        raise MantissaError(f"--remote: {trainer} gives digests alone; expected the trainer's weights in files here")
     found = compare(mine, theirs, old, progress)
     progress("")
     if as_json:
@@ -69,23 +79,31 @@ def _rows(found: Comparison) -> list[dict[str, Any]]:
 def _show(found: Comparison) -> None:
     from rich.text import Text
 
-    from mantissa.doctor.weights import ARRIVED, DO
+    from mantissa.doctor.weights import ARRIVED, DO, said_of
 
     console = screen()
     console.print(Text(_headline(found), style="bold"))
-    groups: dict[tuple[Fate, str, str], list[Outcome]] = defaultdict(list)
-    for each in found.outcomes:
-        if each.fate not in ARRIVED:
-            groups[each.fate, _kind(each.name), re.sub(r"layers\.\d+\.", "", each.detail)].append(each)
-    lines = sorted(groups.items(), key=lambda item: -sum(each.differing for each in item[1]))
-    for (fate, kind, _), group in lines[:_SHOWN]:
-        console.print(f"  {fate.value}: {kind}{_layers(group)}{_detail(group)}")
+    lost = [each for each in found.outcomes if each.fate not in ARRIVED]
+    if _another_model(found):
+        return
+    lines = said_of(lost)
+    for line in lines[:_SHOWN]:
+        console.print(f"  {line}")
     if len(lines) > _SHOWN:
         console.print(f"  and {len(lines) - _SHOWN} more kinds; --json has every tensor")
     if found.update is not None and (said := _update(found)):
         console.print(said)
-    for named in dict.fromkeys(key[0] for key, _ in lines):
+    for named in dict.fromkeys(each.fate for each in sorted(lost, key=lambda each: -each.differing)):
         console.print(Text(f"  - {named.value}: {DO[named]}", style="dim"))
+
+
+def _another_model(found: Comparison) -> bool:
+    """Whether at most half of the tensors have a counterpart of their shape."""
+    from mantissa.doctor.weights import Fate
+
+    return 2 * sum(each.fate in (Fate.MISSING, Fate.EXTRA, Fate.SHAPE) for each in found.outcomes) >= len(
+        found.outcomes
+    )
 
 
 def _headline(found: Comparison) -> str:
@@ -99,35 +117,12 @@ def _headline(found: Comparison) -> str:
         how = "to the bit" if not grid else f"{count - grid} to the bit, {grid} within their grid's rounding"
         return f"The weights arrived: {count} of {count} tensors, {total:,} weights in {kinds}, {how}"
     lost = [each for each in found.outcomes if each.fate not in ARRIVED]
+    if _another_model(found):
+        return f"Another model: most tensors of {found.trainer} are not in {found.engine} by their name and shape"
     share = sum(each.differing for each in lost) / max(1, total)
     if len({each.fate for each in lost}) == 1 and len(lost) == count:
         return f"Nothing arrived: all {count} tensors are {lost[0].fate.value}"
     return f"Not all weights arrived: {len(lost)} of {count} tensors did not ({share:.2%} of the weights, in {kinds})"
-
-
-def _kind(name: str) -> str:
-    """A tensor's name without its layer."""
-    return re.sub(r"\.(layers|h|blocks)\.\d+\.", ".", f".{name}").lstrip(".").removeprefix("model.")
-
-
-def _layers(of: Sequence[Outcome]) -> str:
-    """Which layers, as ranges."""
-    numbers = sorted({int(found[1]) for each in of if (found := re.search(r"(?:layers|h|blocks)\.(\d+)\.", each.name))})
-    ranges = list[list[int]]()
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    if not ranges:
-        return ""
-    said = ", ".join(f"{low}" if low == high else f"{low} to {high}" for low, high in ranges)
-    return f" of layer{'s' if len(numbers) > 1 else ''} {said}"
-
-
-def _detail(of: Sequence[Outcome]) -> str:
-    said = f" ({of[0].detail})" if of[0].detail else ""
-    return f"{said}, {sum(each.differing for each in of):,} weights"
 
 
 def _update(found: Comparison) -> str:

@@ -9,6 +9,7 @@
 | verl's ``global_step_N`` | ``actor/huggingface`` in it |
 | ``.safetensors``, ``.pt``, ``.bin`` | a dictionary of tensors, or one within it |
 | a module, a dictionary | what it holds now, peft's adapters merged in fp32 |
+| ``http://127.0.0.1:PORT`` | a running vLLM's, as it computes with them (``served.py``) |
 
 Codes of fp8 come with their scales: ``X.weight`` in e4m3 beside ``X.weight_scale_inv`` or ``X.weight_scale``.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.base.bounds import boundary
+from mantissa.base.digest import Digest
 from mantissa.base.errors import MantissaError
 from mantissa.base.hub import find_model, is_gguf, read_object
 from mantissa.base.readers.safetensors import open_tensors, read_tensors, tensor_shapes
 from mantissa.base.readers.torch_files import read_torch
+from mantissa.doctor.served import ServedWeights, is_address
 from mantissa.model.gguf import open_gguf
 from mantissa.model.huggingface import weight_files
 
@@ -54,22 +57,31 @@ class Stored:
 
 @dataclass(frozen=True)
 class Held:
-    """``where`` it is held, in words; ``shapes`` by name. ``base``, of adapters: the weights without them."""
+    """``where`` it is held, in words; ``shapes`` by name. ``base``, of adapters: the weights without them.
+
+    ``digests``: of tensors that are known by them already; ``readable``: whether ``read`` gives them, too.
+    """
 
     where: str
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str], Stored]
     base: Held | None = None
+    digests: Mapping[str, Digest] = field(default_factory=dict)
+    readable: bool = True
 
 
 Source = str | Path | nn.Module | Mapping[str, Tensor]
 
 
-def held(source: Source, base: str | Path | None = None) -> Held:
-    """The weights of ``source``; ``base``: of an adapter whose settings name no folder that is here.
+def held(source: Source, base: str | Path | None = None, remote: bool = False) -> Held:
+    """The weights of ``source``; ``base``: of an adapter whose settings name no folder that is here. ``remote``: a
+    server is known by digests alone, and may be on another machine.
 
-    ``MantissaError``: nothing of the kinds above, a damaged file, shards that only their own program puts together.
+    ``MantissaError``: nothing of the kinds above, a damaged file, shards that only their own program puts together, no
+    server there.
     """
+    if is_address(source):
+        return _of_server(ServedWeights.at(str(source), remote))
     if isinstance(source, nn.Module):
         return _of_module(source)
     if isinstance(source, Mapping):
@@ -113,6 +125,12 @@ def _of_module(model: nn.Module) -> Held:
         return _merged(stored.values, parts, layer.fan_in_fan_out)
 
     return Held(where, base.shapes, read, base)
+
+
+def _of_server(server: ServedWeights) -> Held:
+    digests = server.digests()
+    made = _with_scales(server.url, {name: each.shape for name, each in digests.items()}, server.read)
+    return replace(made, digests=digests, readable=server.files)
 
 
 def _of_dictionary(where: str, tensors: Mapping[str, Tensor]) -> Held:

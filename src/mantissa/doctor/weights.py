@@ -27,14 +27,16 @@ Legend: w, e, v as above; R rows that differ.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mantissa.base.digest import Digest, digest
 from mantissa.doctor.held import Held, Stored
 from mantissa.model.gguf import on_grid
 from mantissa.precision import E4M3, SQUARE, dequantize, quantize
@@ -49,6 +51,8 @@ _STEPS = 2.0  # of the rounding of e, that a scaled tensor may be off
 # Relative rounding (root mean square) of a grid that the gguf package cannot make, by its bits.
 _GRID = {2: 0.4, 3: 0.25, 4: 0.12, 5: 0.06, 6: 0.03, 8: 0.01}
 _HALVES = (torch.bfloat16, torch.float16)
+_PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}  # no grid, no scales
+_UNREAD = "by its digest alone; run this on the engine's machine to be told which"
 
 
 class Fate(StrEnum):
@@ -155,7 +159,49 @@ def compare(
     return Comparison(trainer.where, engine.where, tuple(outcomes), whole)
 
 
+# words
+
+
+def said_of(lost: Sequence[Outcome]) -> list[str]:
+    """A line for each kind of fault: tensors of one name in all layers together, those with most weights first."""
+    groups: dict[tuple[Fate, str, str], list[Outcome]] = defaultdict(list)
+    for each in lost:
+        groups[each.fate, _kind(each.name), re.sub(r"layers\.\d+\.", "", each.detail)].append(each)
+    lines = sorted(groups.items(), key=lambda item: -sum(each.differing for each in item[1]))
+    return [f"{fate.value}: {kind}{_layers(group)}{_detail(group)}" for (fate, kind, _), group in lines]
+
+
+def _kind(name: str) -> str:
+    """A tensor's name without its layer."""
+    return re.sub(r"\.(layers|h|blocks)\.\d+\.", ".", f".{name}").lstrip(".").removeprefix("model.")
+
+
+def _layers(of: Sequence[Outcome]) -> str:
+    """Which layers, as ranges."""
+    numbers = sorted({int(found[1]) for each in of if (found := re.search(r"(?:layers|h|blocks)\.(\d+)\.", each.name))})
+    ranges = list[list[int]]()
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    if not ranges:
+        return ""
+    said = ", ".join(f"{low}" if low == high else f"{low} to {high}" for low, high in ranges)
+    return f" of layer{'s' if len(numbers) > 1 else ''} {said}"
+
+
+def _detail(of: Sequence[Outcome]) -> str:
+    said = f" ({of[0].detail})" if of[0].detail else ""
+    return f"{said}, {sum(each.differing for each in of):,} weights"
+
+
 # names
+
+
+def plain_name(name: str) -> str:
+    """A tensor's name without what wraps a model."""
+    return _key(name)
 
 
 @dataclass(frozen=True)
@@ -165,6 +211,12 @@ class _View:
     name: str
     shape: tuple[int, ...]
     read: Callable[[], Stored]
+    digest: Digest | None = None
+    readable: bool = True
+
+    @property
+    def count(self) -> int:
+        return torch.Size(self.shape).numel()
 
 
 @dataclass(frozen=True)
@@ -194,7 +246,7 @@ def _views(held: Held) -> dict[str, _View]:
     unique = len(set(keys)) == len(keys)
 
     def view(name: str, shape: tuple[int, ...]) -> _View:
-        return _View(name, shape, lambda: held.read(name))
+        return _View(name, shape, lambda: held.read(name), held.digests.get(name), held.readable)
 
     return {key if unique else name: view(name, held.shapes[name]) for key, name in zip(keys, held.shapes, strict=True)}
 
@@ -209,7 +261,7 @@ def _tie(mine: dict[str, _View], theirs: dict[str, _View]) -> None:
     for one, other in ((mine, theirs), (theirs, mine)):
         if _HEAD in other and _HEAD not in one and _EMBEDDING in one:
             tied = one[_EMBEDDING]
-            one[_HEAD] = _View(f"{_HEAD} (tied)", tied.shape, tied.read)
+            one[_HEAD] = replace(tied, name=f"{_HEAD} (tied)")
 
 
 def _unfuse(held: dict[str, _View], other: Mapping[str, _View]) -> None:
@@ -296,11 +348,13 @@ def _outcome(pair: _Pair, old: _View | None, search: _Search, updates: list[Upda
     if pair.engine is None or pair.trainer is None:
         there = pair.engine or pair.trainer
         assert there is not None
-        count = torch.Size(there.shape).numel()
-        return Outcome(pair.name, Fate.MISSING if pair.engine is None else Fate.EXTRA, "", count, count)
-    e, mine = pair.engine.read(), pair.trainer.read()
+        return Outcome(pair.name, Fate.MISSING if pair.engine is None else Fate.EXTRA, "", there.count, there.count)
+    mine = pair.trainer.read()
     w = mine.values
     v = None if old is None or old.shape != pair.trainer.shape else old.read().values
+    if (known := _by_digest(pair, w, v, search, updates)) is not None:
+        return known
+    e = pair.engine.read()
     if v is not None:
         updates += _update(w, v, e)
     how = {"weights": e.values.numel(), "dtype": str((e.codes if e.codes is not None else e.values).dtype)[6:]}
@@ -326,6 +380,33 @@ def _outcome(pair: _Pair, old: _View | None, search: _Search, updates: list[Upda
     case = _Case(pair, w, e, nearest, v, search, torch.zeros(()) if mine.slack is None else mine.slack)
     fate, detail = case.explained()
     return Outcome(pair.name, fate, detail, differing=int(apart.count_nonzero()), size=size, **how)  # type: ignore[arg-type]
+
+
+def _by_digest(pair: _Pair, w: Tensor, v: Tensor | None, search: _Search, updates: list[Update]) -> Outcome | None:
+    """What the engine's digest says: that the tensor arrived; where it cannot be read, also what else it is. None where
+    it has to be read."""
+    assert pair.engine is not None
+    found, whole = pair.engine.digest, pair.engine.readable
+    if found is None or (plain := _PLAIN.get(found.dtype)) is None:
+        return None if whole else Outcome(pair.name, Fate.OTHER, _UNREAD, pair.engine.count, pair.engine.count)
+    how = {"weights": found.weights, "dtype": found.dtype}
+    if found.shape != w.shape:
+        said = f"{tuple(w.shape)} became {found.shape}"
+        return None if whole else Outcome(pair.name, Fate.SHAPE, said, differing=found.weights, **how)  # type: ignore[arg-type]
+    if digest(w.to(plain)) == found:
+        if v is not None:
+            updates += _update(w, v, Stored(torch.empty(0, dtype=plain)))
+        return Outcome(pair.name, Fate.EQUAL, **how)  # type: ignore[arg-type]
+    if whole:
+        return None
+    fate, detail = Fate.OTHER, _UNREAD
+    if not found.total:
+        fate, detail = Fate.ZERO, ""
+    elif v is not None and digest(v.to(plain)) == found:
+        fate, detail = Fate.STALE, "as before the update"
+    elif (name := search.holder(pair.name, found)) is not None:
+        fate, detail = Fate.ELSEWHERE, f"those of {name}"
+    return Outcome(pair.name, fate, detail, differing=found.weights, **how)  # type: ignore[arg-type]
 
 
 def _bits(grid: str) -> int:
@@ -433,7 +514,8 @@ class _Case:
     def _whole(self) -> Iterator[tuple[Fate, str]]:
         """Explanations of all of a tensor."""
         e = self.e.values
-        if (name := self.search.holder(self.pair.name, self.e)) is not None:
+        plain = self.e.codes is None and self.e.grid is None and e.dtype in _PLAIN.values()
+        if plain and (name := self.search.holder(self.pair.name, digest(e))) is not None:
             yield Fate.ELSEWHERE, f"those of {name}"
         if self.w.ndim != 2:
             return
@@ -532,21 +614,17 @@ class _Search:
         self._views = [(pair.name, pair.trainer) for pair in pairs if pair.trainer is not None]
         self._made: dict[Any, dict[int, str]] = {}
 
-    def holder(self, name: str, e: Stored) -> str | None:
+    def holder(self, name: str, e: Digest) -> str | None:
         """Its name, None where there is none."""
-        if e.codes is not None or e.grid is not None:
-            return None
-        kind = (e.values.dtype, tuple(e.values.shape))
+        kind = (_PLAIN[e.dtype], e.shape)
         if kind not in self._made:
             self._made[kind] = {
-                _digest(view.read().values.to(kind[0])): each for each, view in self._views if view.shape == kind[1]
+                digest(view.read().values.to(kind[0])).total: each
+                for each, view in self._views
+                if view.shape == kind[1]
             }
-        found = self._made[kind].get(_digest(e.values))
+        found = self._made[kind].get(e.total)
         return None if found == name else found
-
-
-def _digest(x: Tensor) -> int:
-    return int((_row_digests(x.reshape(len(x), -1)) * _factors(len(x))).sum())
 
 
 def _update(w: Tensor, v: Tensor, e: Stored) -> Iterator[Update]:

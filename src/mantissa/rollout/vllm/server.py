@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mantissa.base.digest import digest
 from mantissa.base.environ import LAUNCHER, STORE, changed_environment
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import disk_errors
@@ -44,7 +45,6 @@ from mantissa.rollout.vllm.worker import (
     check_device,
     check_layers,
     coded,
-    digest,
     file_name,
     quantization_config,
 )
@@ -360,7 +360,7 @@ class WeightFolder:
         path = self.path / "model.safetensors"
         with disk_errors(path):
             write_tensors(path, tensors, {"format": "pt"})
-        return {name: digest(tensor) for name, tensor in tensors.items()}
+        return {name: str(digest(tensor)) for name, tensor in tensors.items()}
 
 
 def _for_file(name: str, copy: Tensor, dtype: torch.dtype) -> Tensor:

@@ -28,20 +28,22 @@ or not at all. Its kernels take whole blocks.
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mantissa.base.digest import digest
 from mantissa.base.errors import MantissaError
+from mantissa.base.tensors import write_tensors
 from mantissa.kernels.native import NativeKernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import E4M3, SQUARE, BlockScaled, Fp8Policy, quantize
@@ -52,6 +54,7 @@ FP8_CACHE = "fp8_e4m3 of scale 1"  # how an fp8 cache is named that is filled wi
 FP8_PRODUCTS = "e4m3 in 1x128 and e4m3 in 128x128"  # activations and weights, a scale in fp32 for each block
 _UNITS = 1024  # unit vectors multiplied at a time
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_HEAD = "lm_head.weight"
 _SCALES = ".scales"  # of a copy's codes, after the weight's name
 
 
@@ -142,14 +145,6 @@ def _layers(config: ModelConfig) -> dict[str, tuple[int, int]]:
     return {name: (shape[0], shape[1]) for name, shape in shapes.items()}
 
 
-def digest(tensor: Tensor) -> str:
-    """Dtype, shape and a hash of a tensor's bits. -0 counts as 0, which a sum with zeros makes of it; not in 8 bits."""
-    values = tensor.detach().cpu()
-    bits = (values if values.dtype.itemsize == 1 else values + 0).contiguous().view(torch.uint8).numpy()
-    kind = str(tensor.dtype).removeprefix("torch.")
-    return f"{kind} {tuple(tensor.shape)} {hashlib.blake2b(bits.data, digest_size=16).hexdigest()}"
-
-
 class WeightReader:
     """Methods of vLLM's worker, called by name. ``model_runner`` is the worker's own."""
 
@@ -217,8 +212,17 @@ class WeightReader:
     def mantissa_weights(self) -> dict[str, str]:
         """The digest of every weight that the worker computes with, by its name in a Hugging Face folder."""
         with torch.inference_mode():
-            held = _weights(self.model_runner.model)
-            return {name: found if isinstance(found, str) else digest(found) for name, found in held}
+            held = weights(self.model_runner.model)
+            return {name: found if isinstance(found, str) else str(digest(found)) for name, found in held}
+
+    def mantissa_write(self, names: list[str], path: str) -> dict[str, int]:
+        """Write the weights of these names, as they are computed with, into a safetensors file of this machine."""
+        wanted = set(names)
+        with torch.inference_mode():
+            held = weights(self.model_runner.model, wanted)
+            found = {name: each for name, each in held if name in wanted and isinstance(each, Tensor)}
+        write_tensors(Path(path), found)
+        return {"written": len(found)}
 
 
 def _began(process: int) -> str:
@@ -253,20 +257,23 @@ def _product_kind(kernel: Any) -> str:
     return f"e4m3 in {rows} and e4m3 in {columns}"
 
 
-def _weights(model: Any) -> Iterator[tuple[str, Tensor | str]]:
-    """Names and values, or what is wrong with them; what vLLM has fused is taken apart."""
+def weights(model: Any, wanted: Set[str] | None = None) -> Iterator[tuple[str, Tensor | str]]:
+    """Names and values, or what is wrong with them; what vLLM has fused is taken apart. ``wanted``: of ``model``'s
+    modules, only those that hold one of these names are read."""
     fused = getattr(model, "packed_modules_mapping", {})
-    dtype = model.model.embed_tokens.weight.dtype
-    done = {"lm_head.weight"}
+    embedding = next(module for module in model.modules() if hasattr(module, "org_vocab_size"))
+    dtype, done = embedding.weight.dtype, {_HEAD}
     for name, module in model.named_modules():
         if not hasattr(module, "quant_method") or not hasattr(module, "weight") or name == "lm_head":
             continue
+        parent, _, last = name.rpartition(".")
+        parts = [f"{parent}.{part}" for part in fused.get(last, (last,))]
         done |= {f"{name}.weight", f"{name}.bias"}
+        if wanted is not None and not any(each.startswith(f"{part}.") for part in parts for each in wanted):
+            continue
         if hasattr(module, "org_vocab_size"):
             yield f"{name}.weight", module.weight[: module.org_vocab_size]
             continue
-        parent, _, last = name.rpartition(".")
-        parts = [f"{parent}.{part}" for part in fused.get(last, (last,))]
         sizes = list(module.output_sizes) if len(parts) > 1 else None
         matrix_EF = _multiplied(lambda x_NF, layer=module: layer.quant_method.apply(layer, x_NF), module, dtype)
         if hasattr(module.quant_method, "fp8_linear"):
@@ -276,10 +283,21 @@ def _weights(model: Any) -> Iterator[tuple[str, Tensor | str]]:
             yield from _apart(parts, sizes, matrix_EF, "weight")
         if getattr(module, "bias", None) is not None:
             yield from _apart(parts, sizes, module.bias, "bias")
-    yield "lm_head.weight", _multiplied(model.compute_logits, model.model.embed_tokens, dtype)
+    if wanted is None or _HEAD in wanted:
+        yield _HEAD, _multiplied(_head(model), embedding, dtype)
     for name, parameter in model.named_parameters():
-        if name not in done:
+        if name not in done and (wanted is None or name in wanted):
             yield name, parameter
+
+
+def _head(model: Any) -> Any:
+    """The product that makes logits: the class's own, for an instance's may leave tokens out (verl's do); where that
+    scales or caps them, the matrix's alone."""
+    made = getattr(model, "logits_processor", None)
+    if getattr(made, "scale", 1.0) == 1.0 and getattr(made, "soft_cap", None) is None:
+        return functools.partial(type(model).compute_logits, model)
+    head = model.lm_head
+    return lambda x_NF: head.quant_method.apply(head, x_NF)[:, : head.org_vocab_size]
 
 
 def _codes(
