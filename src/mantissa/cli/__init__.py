@@ -197,6 +197,7 @@ MORE = {
         "metrics": "Explain the figures that a run logs.",
         "guard": "Say when a run should have fallen back.",
         "weights": "Say whether an engine has the trainer's weights.",
+        "certify": "Certify equal log-probs, or check a certificate.",
         "replay": "Name the operation where two sides part.",
         "lab": "Run a grid of recipes with paired seeds.",
         "data": "Prepare files of problems for training.",

@@ -1,0 +1,793 @@
+"""``mantissa certify``: that rollout, rescoring and the update's own forward give the same log-probs, and its check.
+
+The three sides are a run's own parts: the engine samples; the learner scores what was sampled; and the learner learns
+from it, up to where the first weight would change. Then a bit is turned in the engine's copy of the weights, and one in
+a copy of a product's result in the learner: both must be seen, or the comparison proves nothing.
+
+A check opens the policy here and does the same with the tokens of the certificate. Bits must agree where the machine
+is as the certificate's and the kernels are exact; elsewhere sizes must be usual.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from os import cpu_count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mantissa.algorithms import AlgorithmConfig
+from mantissa.base.errors import MantissaError
+from mantissa.base.provenance import stamp
+from mantissa.base.ranks import be_deterministic
+from mantissa.base.seeds import derive_seed
+from mantissa.bench import certificate as made_of
+from mantissa.bench.certificate import Certificate, Injected, digests_of, equal_of, hexed, policy_digest, unhexed
+from mantissa.bench.gap import parse_pair, read_prompts
+from mantissa.kernels import (
+    Emulation,
+    ExactPlan,
+    Kernels,
+    NativeKernels,
+    ResolvedPrecision,
+    learner_kernels,
+    resolve,
+    rollout_kernels,
+)
+from mantissa.model import Decoder, Tokenizer, policy_weights, trained_parameters
+from mantissa.precision import NumberFormat, PrecisionPolicy
+from mantissa.rl.adapters import FrozenBase, open_any, policy_folder
+from mantissa.rl.assemble import build_engine, emulated, load_policy
+from mantissa.rl.config.run import RunConfig, make_config
+from mantissa.rl.config.sections import LossScalingConfig, OptimizerConfig, RolloutConfig
+from mantissa.rl.exact.plan import exact_plan, prove
+from mantissa.rl.experience import Experience, Scored
+from mantissa.rl.learner import Learner
+from mantissa.rl.transformers import as_policy, open_transformers
+from mantissa.rollout import Completion, Request, RolloutEngine, SamplingParams
+from mantissa.rollout.transformers import PolicyEngine, TransformersPolicy, positions_of
+from mantissa.runs.directory import RunDirectory
+from mantissa.tasks import Task, build_task
+from mantissa.training import load_checkpoint, load_weights
+
+_SLOTS, _MICRO_BATCH = 64, 2048  # rows decoded together; padded tokens of one forward
+_CANDIDATES = 3  # projections in which a bit is turned until it is seen
+_LIBRARIES = ("transformers", "tokenizers", "numpy")
+_NUMERIC = ("train", "rollout", "logits", "kv_cache", "kernels")  # of a precision, what log-probs depend on
+_MOST_ROUNDS = 64  # of sampling, where completions end at once
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A policy as it was found: a ``Decoder``, or transformers' own model; of a run with its recipe and version."""
+
+    model: Any
+    tokenizer: Tokenizer
+    config: RunConfig | None = None
+    version: int | None = None
+    task: Task | None = None
+
+    @property
+    def by_transformers(self) -> bool:
+        return not isinstance(self.model, Decoder)
+
+    @property
+    def positions(self) -> int:
+        return positions_of(self.model) if self.by_transformers else int(self.model.config.max_position_embeddings)
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """All that the policy holds, adapters merged, buffers that are saved too; by name, one of two that are tied."""
+        if isinstance(self.model, Decoder):
+            return dict(policy_weights(self.model))
+        state: dict[str, Tensor] = self.model.state_dict()
+        places = {(tensor.data_ptr(), tensor.shape): name for name, tensor in reversed(list(state.items()))}
+        return {name: state[name] for name in places.values()}
+
+
+def open_policy_of(path: str, by_transformers: bool = False) -> Opened:
+    """What ``path`` names: a run at its newest checkpoint, its ``step-N``, or any model.
+
+    ``by_transformers``: of a model, by transformers' own code also where our decoder knows it.
+    ``MantissaError``: neither, a run without a checkpoint, or one that is half written.
+    """
+    folder = Path(path)
+    if (folder / "state.json").is_file() and folder.name.startswith("step-"):
+        return _open_run(folder.parent.parent, int(folder.name.removeprefix("step-")))
+    if (folder / "config.yaml").is_file():
+        return _open_run(folder, None)
+    if by_transformers:
+        return Opened(*open_transformers(path))
+    model, tokenizer, _ = open_any(policy_folder(path))
+    return Opened(model if isinstance(model, Decoder) else model.eval(), tokenizer)
+
+
+def _open_run(folder: Path, step: int | None) -> Opened:
+    run = RunDirectory.open(folder)
+    config = make_config(run.config, str(run.path / "config.yaml"))
+    if config.rollout.engine == "vllm":
+        raise MantissaError(
+            f"{folder} samples on vLLM, whose kernels add in an order of their own: no certificate is of it; measure "
+            "the gap (mantissa gap --engine vllm), or certify its policy/ folder"
+        )
+    steps = run.checkpoint_steps()
+    if not steps:
+        raise MantissaError(f"{folder}: a run without a checkpoint yet; wait for one, or certify a model's folder")
+    checkpoint = load_checkpoint(run.checkpoints, steps[-1] if step is None else step)
+    task = build_task(config.task, config.seed)
+    model: Any
+    if config.rollout.engine == "transformers":
+        assert config.model.path is not None  # the configuration's own check
+        model, tokenizer = open_transformers(config.model.path)
+        load_weights({name: weight.detach() for name, weight in model.named_parameters()}, checkpoint.policy)
+    else:
+        model, tokenizer = load_policy(config.model, task, config.seed)
+        FrozenBase(config.model, model, tokenizer, run).restore(checkpoint.state)
+        load_weights(trained_parameters(model), checkpoint.policy)
+    return Opened(model, tokenizer, config, int(checkpoint.state["step"]["updates"]), task)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How a policy is to compute: ``backend`` of its precision only where the machine is the certificate's."""
+
+    precision: PrecisionPolicy
+    emulation: Emulation | None
+    temperature: float
+    max_tokens: int
+
+
+def asked_of(opened: Opened, pair: str | None, max_tokens: int | None) -> Asked:
+    """Of a run what its recipe says; of a model ``pair``, as ``mantissa gap`` names it, by default exact in bf16."""
+    config = opened.config
+    if config is None:
+        return Asked(*parse_pair(pair or "exact"), 1.0, max_tokens or 32)
+    if pair is not None:
+        raise MantissaError("--precision: a run has its recipe's; leave it out, or certify its policy/ folder")
+    rollout = config.rollout
+    return Asked(config.precision, rollout.emulate, rollout.temperature, max_tokens or rollout.max_tokens)
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Engine and learner of one policy, ``version`` 0 of its weights loaded."""
+
+    opened: Opened
+    policy: Decoder | TransformersPolicy
+    learner: Learner
+    engine: RolloutEngine
+    precision: ResolvedPrecision
+    plan: tuple[str, ...]
+    asked: Asked
+
+    @property
+    def projections(self) -> list[str]:
+        """Names of linear maps, those of the middle layers first."""
+        if isinstance(self.policy, Decoder):
+            names = self.policy.projections
+        else:
+            head = self.policy.model.get_output_embeddings()
+            names = [name for name, each in self.policy.model.named_modules() if each is not head and _is_linear(each)]
+        middle = len(names) / 2
+        return sorted(names, key=lambda name: abs(names.index(name) - middle))
+
+
+def _is_linear(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(module, nn.Embedding)
+
+
+def open_sides(opened: Opened, asked: Asked, longest: int, device: torch.device) -> Sides:
+    """Build both sides. ``longest``: tokens of a sequence. ``MantissaError``: a format or kernels that are not to be
+    had, and weights that they cannot hold."""
+    if longest > opened.positions:
+        raise MantissaError(
+            f"sequences of up to {longest} tokens, and the model has {opened.positions} positions; lower --max-tokens, "
+            "or shorten the prompts"
+        )
+    optimizer = OptimizerConfig(lr=1e-6, micro_batch_tokens=_MICRO_BATCH)
+    how: dict[str, Any] = {"temperature": asked.temperature, "aggregation_length": 1.0, "seed": 0, "steps": 1}
+    if opened.by_transformers:
+        if asked.emulation is not None:
+            raise MantissaError("an engine's habits are emulated for the families that our decoder knows alone")
+        policy, precision = as_policy(asked.precision, opened.model, device, longest)
+        scaler = LossScalingConfig().scaler(policy.format)
+        learner = Learner(policy, NativeKernels(policy.format), AlgorithmConfig(), optimizer, scaler, **how)
+        engine: RolloutEngine = PolicyEngine(policy, precision.rollout, _SLOTS, opened.tokenizer.decode)
+        plans = {} if policy.adopted is None else policy.adopted.plans
+        plan = tuple(line for heads, each in sorted(plans.items()) for line in _calls(each, f"{heads}: "))
+        sides = Sides(opened, policy, learner, engine, precision, plan, asked)
+    else:
+        sides = _native(opened, asked, longest, device, optimizer, how)
+    sides.learner.reuse_scoring = False  # the update makes a forward of its own
+    sides.engine.sync(sides.learner.weights, 0)
+    return sides
+
+
+def _native(
+    opened: Opened, asked: Asked, longest: int, device: torch.device, optimizer: OptimizerConfig, how: dict[str, Any]
+) -> Sides:
+    model: Decoder = opened.model.to(device)
+    named = asked.precision.of_layers(model.config.num_hidden_layers)
+    precision = resolve(named, device)
+    if asked.emulation is not None:
+        asked.emulation.check(model.config.num_attention_heads, model.config.intermediate_size)
+        precision = emulated(precision, asked.emulation)
+    if named.fp8 is not None:
+        named.fp8.check(model.projections)
+    if named.quantized is not None:
+        named.quantized.of("mxfp8").check(model.projections)
+    plan = exact_plan(precision, model, device, longest, max(_MICRO_BATCH, longest))
+    prove(precision, device, plan)
+    rollout = RolloutConfig(max_tokens=asked.max_tokens, slots=_SLOTS)
+    engine = build_engine(rollout, precision, rollout_kernels(precision, plan), model.config, opened.tokenizer, device)
+    scaler = LossScalingConfig().scaler(precision.learner.active)
+    learner = Learner(model, learner_kernels(precision, plan), AlgorithmConfig(), optimizer, scaler, **how)
+    return Sides(opened, model, learner, engine, precision, () if plan is None else tuple(_calls(plan)), asked)
+
+
+def _calls(plan: ExactPlan, before: str = "") -> Iterator[str]:
+    for products in (plan.bf16, plan.products):
+        for (outputs, inputs), choice in products.items():
+            yield f"{before}{inputs}x{outputs}: {choice}"
+    yield f"{before}attention: {plan.attention}"
+
+
+def sample(sides: Sides, prompts: Sequence[Sequence[int]], tokens: int, seed: int) -> list[made_of.Sequence]:
+    """Completions of the prompts, again from the first where they are too few, until there are so many tokens; their
+    log-probs are the rollout's alone."""
+    found: list[made_of.Sequence] = []
+    for _ in range(_MOST_ROUNDS):
+        left = tokens - sum(len(each.response) for each in found)
+        if left <= 0:
+            break
+        first = len(found)
+        count = -(-left // sides.asked.max_tokens)
+        asked = [
+            (tuple(prompts[index % len(prompts)]), derive_seed(seed, "certify", index))
+            for index in range(first, first + count)
+        ]
+        found += [
+            made_of.Sequence(prompt=prompt, seed=own, response=each.tokens, rollout=hexed(each.logp_T.tolist()),
+                             rescoring=(), update=())
+            for (prompt, own), each in zip(asked, _generated(sides, asked), strict=True)
+        ]  # fmt: skip
+    return found
+
+
+def _generated(sides: Sides, asked: Sequence[tuple[tuple[int, ...], int]]) -> list[Completion]:
+    """A completion of each prompt, drawn from its seed."""
+    stop = tuple(sides.opened.tokenizer.eos_ids)
+    params = SamplingParams(sides.asked.max_tokens, sides.asked.temperature, stop_token_ids=stop)
+    return [group[0] for group in sides.engine.generate([Request(*each) for each in asked], params, 0)]
+
+
+def _experience(sides: Sides, sequences: Sequence[made_of.Sequence]) -> Experience:
+    completions = [
+        Completion(each.response, torch.tensor(unhexed(each.rollout)), "length", 0) for each in sequences
+    ]  # without the experts that a mixture passed: either side chooses for itself
+    count, device = len(sequences), next(sides.policy.parameters()).device
+    prompts = [each.prompt for each in sequences]
+    return Experience.of(prompts, completions, range(count), [1.0] * count, device)
+
+
+def rescored(sides: Sides, sequences: Sequence[made_of.Sequence]) -> list[tuple[str, ...]]:
+    """The learner's log-probs of each response, before an update."""
+    return _split(sides.learner.score(_experience(sides, sequences))[0], sequences)
+
+
+class _Seen(Exception):  # noqa: N818
+    """Ends an update before it changes a weight, with what its forward gave."""
+
+    def __init__(self, logp_BR: Tensor) -> None:
+        super().__init__()
+        self.logp_BR = logp_BR
+
+
+def updated(
+    sides: Sides, sequences: Sequence[made_of.Sequence], old: Sequence[tuple[str, ...]]
+) -> list[tuple[str, ...]]:
+    """The log-probs that the update's own forward gives, with its graph, and after its backward: no weight changes.
+
+    ``old``: the rescoring's. ``RuntimeError``: the update made no forward.
+    """
+
+    def verify(_: int, __: Scored, seen_BR: Tensor) -> None:
+        raise _Seen(seen_BR)
+
+    learner, experience = sides.learner, _experience(sides, sequences)
+    old_BR = torch.zeros_like(experience.rollout_logp_BR)
+    for row, texts in zip(old_BR, old, strict=True):
+        row[: len(texts)] = torch.tensor(unhexed(texts))
+    scored = experience.with_learner(old_BR)
+    weighed = scored.with_weights(torch.ones_like(scored.reward_B), scored.mask_BR.float(), scored.mask_BR)
+    learner.verify = verify
+    try:
+        learner.learn(weighed, 1)
+    except _Seen as seen:
+        return _split(seen.logp_BR, sequences)
+    finally:
+        learner.verify = None
+        for parameter in learner.step.parameters.values():
+            parameter.grad = None
+    raise RuntimeError("the update made no forward")
+
+
+def _split(logp_BR: Tensor, sequences: Sequence[made_of.Sequence]) -> list[tuple[str, ...]]:
+    return [hexed(row[: len(each.response)]) for row, each in zip(logp_BR.cpu().tolist(), sequences, strict=True)]
+
+
+def complete(sides: Sides, sequences: Sequence[made_of.Sequence]) -> list[made_of.Sequence]:
+    """With the other two sides' log-probs."""
+    old = rescored(sides, sequences)
+    both = zip(sequences, old, updated(sides, sequences, old), strict=True)
+    return [each.model_copy(update={"rescoring": first, "update": second}) for each, first, second in both]
+
+
+# One bit
+
+
+def turned(value: float, bit: int) -> float:
+    """``value`` with one bit of its fp32 pattern turned."""
+    pattern = torch.tensor([value], dtype=torch.float32).view(torch.int32)
+    mask = torch.tensor([-(1 << 31) if bit == 31 else 1 << bit], dtype=torch.int32)
+    return float((pattern ^ mask).view(torch.float32)[0])
+
+
+def _bits(fmt: NumberFormat) -> list[int]:
+    """The lowest bit of the significand that a format keeps, its highest, and the exponent's lowest."""
+    return sorted({23 - fmt.mantissa_bits, 22, 23})
+
+
+def _with_bit(tensor: Tensor, bit: int) -> tuple[Tensor, dict[str, Any]]:
+    """A copy with one bit turned in its largest number, and what that was."""
+    copy = tensor.detach().clone()
+    index = int(copy.flatten().abs().argmax())
+    before = float(copy.flatten()[index])
+    after = turned(before, bit)
+    copy.view(-1)[index] = after
+    return copy, {"index": index, "bit": bit, "before": before.hex(), "after": after.hex()}
+
+
+def inject_weight(sides: Sides, sequences: Sequence[made_of.Sequence], where: str | None = None) -> Injected | None:
+    """Turn one bit of one weight that the engine is sent, and sample again; None where nothing shows it.
+
+    ``where``: a projection; None: of the middle layers. Compared are tokens before which all are as they were.
+    """
+    weights = dict(sides.learner.weights)
+    names = [name for name in sides.projections if f"{name}.weight" in weights and where in (None, name)]
+    for name in names[:_CANDIDATES]:
+        true = weights[f"{name}.weight"].clone()
+        for bit in _bits(sides.precision.rollout.active):
+            copy, what = _with_bit(true, bit)
+            try:
+                with contextlib.suppress(MantissaError):  # a number that the format cannot hold
+                    sides.engine.sync({**weights, f"{name}.weight": copy}, 0)
+                    again = _generated(sides, [(each.prompt, each.seed) for each in sequences])
+                    changed, compared = _changed(sequences, again)
+                    if changed:
+                        return Injected(where=name, changed=changed, compared=compared, **what)
+            finally:
+                sides.engine.sync({**weights, f"{name}.weight": true}, 0)
+    return None
+
+
+def _changed(sequences: Sequence[made_of.Sequence], again: Sequence[Completion]) -> tuple[int, int]:
+    """Of tokens whose prefix is the same: those with another log-prob or another token in their place, and all."""
+    changed = compared = 0
+    for each, other in zip(sequences, again, strict=True):
+        for token, logp, new, new_logp in zip(
+            each.response, each.rollout, other.tokens, hexed(other.logp_T.tolist()), strict=False
+        ):
+            compared, changed = compared + 1, changed + ((token, logp) != (new, new_logp))
+            if token != new:
+                break
+    return changed, compared
+
+
+class _Faulty:
+    """Kernels of which one product's result has a bit turned."""
+
+    def __init__(self, kernels: Kernels, where: str, bit: int) -> None:
+        self._kernels, self._where, self._bit = kernels, where, bit
+        self.what: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name)
+
+    def linear(self, x_NE: Tensor, weight_FE: Any, bias_F: Tensor | None = None, layer: str = "") -> Tensor:
+        out = self._kernels.linear(x_NE, weight_FE, bias_F, layer)
+        return self.spoilt(out) if layer == self._where else out
+
+    def spoilt(self, out: Tensor) -> Tensor:
+        """A copy of the first result with the bit turned; later ones as they are."""
+        if self.what:
+            return out
+        copy, self.what = _with_bit(out, self._bit)
+        return copy
+
+
+def inject_result(sides: Sides, sequences: Sequence[made_of.Sequence], where: str | None = None) -> Injected | None:
+    """Turn one bit in a copy of what one product gives the learner, and score again; None where nothing shows it."""
+    names = [name for name in sides.projections if where in (None, name)]
+    for name in names[:_CANDIDATES]:
+        for bit in _bits(sides.precision.learner.active):
+            faulty = _Faulty(sides.learner.kernels, name, bit)
+            with _in_place(sides, faulty, name):
+                again = rescored(sides, sequences)
+            pairs = [(a, b) for each, new in zip(sequences, again, strict=True)
+                     for a, b in zip(each.rescoring, new, strict=True)]  # fmt: skip
+            changed = sum(a != b for a, b in pairs)
+            if changed:
+                return Injected(where=name, changed=changed, compared=len(pairs), **faulty.what)
+    return None
+
+
+@contextlib.contextmanager
+def _in_place(sides: Sides, faulty: _Faulty, name: str) -> Iterator[None]:
+    """Within this the learner computes with the fault."""
+    if isinstance(sides.policy, Decoder):
+        own: Any = sides.learner.kernels
+        sides.learner.kernels = faulty
+        try:
+            yield
+        finally:
+            sides.learner.kernels = own
+        return
+    module = sides.policy.model.get_submodule(name)
+    handle = module.register_forward_hook(lambda _module, _given, out: faulty.spoilt(out))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+# The certificate
+
+
+def certify(
+    opened: Opened, asked: Asked, prompts: Sequence[Sequence[int]], tokens: int, device: torch.device, say: Say
+) -> Certificate:
+    """Sample at least ``tokens`` tokens of the prompts (token ids), and compare the three sides of each."""
+    be_deterministic(device)
+    policy = policy_of(opened)
+    say("proving kernels")
+    sides = open_sides(opened, asked, max(map(len, prompts)) + asked.max_tokens, device)
+    say("sampling")
+    sampled = sample(sides, prompts, tokens, 0 if opened.config is None else opened.config.seed)
+    say("scoring, and the update's own forward")
+    sequences = complete(sides, sampled)
+    say("turning bits")
+    weight, result = inject_weight(sides, sequences), inject_result(sides, sequences)
+    facts = formats_of(sides)
+    return Certificate(
+        certificate=made_of.SCHEMA,
+        version=made_of.VERSION,
+        made=datetime.now(UTC).isoformat(timespec="seconds"),
+        policy=policy,
+        formats=facts,
+        kernels=kernels_of(sides),
+        machine=machine_of(device),
+        sampling=made_of.Sampling(temperature=asked.temperature, max_tokens=asked.max_tokens),
+        sequences=tuple(sequences),
+        digests=digests_of(sequences),
+        equal=equal_of(sequences, (facts.learner, facts.rollout), asked.temperature),
+        injected_weight=weight,
+        injected_result=result,
+    )
+
+
+def policy_of(opened: Opened) -> made_of.Policy:
+    """The policy's facts and digest."""
+    weights = opened.weights
+    config = opened.model.config.get_text_config() if opened.by_transformers else opened.model.config
+    return made_of.Policy(
+        digest=policy_digest(weights),
+        version=opened.version,
+        architecture=type(opened.model).__name__ if opened.by_transformers else config.family,
+        layers=config.num_hidden_layers,
+        vocabulary=config.vocab_size,
+        tensors=len(weights),
+        weights=sum(weight.numel() for weight in weights.values()),
+    )
+
+
+def formats_of(sides: Sides) -> made_of.Formats:
+    """What was asked for, as far as log-probs depend on it, and what each part is in."""
+    wanted, precision = sides.precision.policy, sides.precision
+    asked: dict[str, Any] = {name: getattr(wanted, name) for name in _NUMERIC if getattr(wanted, name) is not None}
+    for name in ("fp8", "quantized"):
+        if (section := getattr(wanted, name)) is not None:
+            dumped = section.model_dump(mode="json", exclude_defaults=True)
+            asked[name] = {key: value for key, value in dumped.items() if key != "backward"}  # of gradients alone
+    emulation = sides.asked.emulation
+    return made_of.Formats(
+        precision=asked,
+        emulate=() if emulation is None else tuple(f"{name}={value}" for name, value in emulation.on.items()),
+        learner=precision.learner.requested,
+        rollout=precision.rollout.requested,
+        logits=precision.logits.active.name,
+        kv_cache=precision.kv_cache.active.name,
+    )
+
+
+def kernels_of(sides: Sides) -> made_of.KernelsUsed:
+    """Which kernels each side has, and the exact ones' calls."""
+    engine = "transformers" if sides.opened.by_transformers else "native"
+    roles = sides.precision
+    return made_of.KernelsUsed(
+        engine=engine, learner=roles.learner.kernels, rollout=roles.rollout.kernels, plan=sides.plan
+    )
+
+
+def machine_of(device: torch.device) -> made_of.Machine:
+    """This machine, as far as numbers depend on it."""
+    here = stamp(str(device))
+    libraries = {"mantissa": f"{here['mantissa']}, source {here['source']}", "torch": here["torch"]}
+    for name in _LIBRARIES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            libraries[name] = metadata.version(name)
+    return made_of.Machine(
+        device=device.type,
+        processor=here["device"],
+        flags=here["cpu_flags"],
+        capability=here["cpu_capability"],
+        settings=here["settings"],
+        threads=here["threads"],
+        libraries=libraries,
+    )
+
+
+# Its check
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check says of a field: it ``holds``, or not; None: that it is of another machine, and was not compared."""
+
+    field: str
+    holds: bool | None
+    said: str
+
+
+@dataclass(frozen=True)
+class Checked:
+    """``bits``: whether they had to agree. ``recomputed`` of ``tokens`` log-probs a side."""
+
+    findings: tuple[Finding, ...]
+    bits: bool
+    recomputed: int
+    tokens: int
+
+    @property
+    def holds(self) -> bool:
+        return all(each.holds is not False for each in self.findings)
+
+
+def check(
+    certificate: Certificate, path: str, tokens: int, device: torch.device, say: Say, allow_gap: bool = False
+) -> Checked:
+    """Compute a sample of at least ``tokens`` tokens again with the policy that ``path`` names.
+
+    ``allow_gap``: sides that differ by the usual size hold too.
+    """
+    be_deterministic(device)
+    findings = [Finding(field, False, said) for field, said in made_of.contradictions(certificate)]
+    findings.append(verdict(certificate, allow_gap))
+    total = certificate.equal.tokens
+    say(f"loading {path}")
+    opened = open_policy_of(path, certificate.kernels.engine == "transformers")
+    findings += (policy := list(_same_policy(certificate, opened)))
+    if not all(each.holds for each in policy):
+        return Checked(tuple(findings), False, 0, total)
+    with _threads(certificate.machine.threads, device):
+        same = machine_of(device) == certificate.machine
+        try:
+            say("proving kernels")
+            sides = _sides_of(certificate, opened, same, device)
+        except MantissaError as error:
+            return Checked((*findings, Finding("formats", False, f"cannot be had here: {error}")), False, 0, total)
+        findings += _same_kernels(certificate, sides, same)
+        bits = same and certificate.exact
+        chosen = _chosen(certificate, tokens)
+        say("computing again")
+        findings += _recomputed(certificate, sides, chosen, bits)
+    return Checked(tuple(findings), bits, sum(len(each.response) for each in chosen), total)
+
+
+def verdict(certificate: Certificate, allow_gap: bool) -> Finding:
+    """Whether what a certificate says of its sides is enough. ``allow_gap``: a gap of the usual size is."""
+    equal = certificate.equal
+    if equal.bits:
+        return Finding("equal", True, f"{equal.tokens} log-probs, equal to the bit on all three sides")
+    differing = f"rescoring {equal.rescoring_differing}, update {equal.update_differing} of {equal.tokens} differ from"
+    size = max(equal.rescoring_size, equal.update_size)
+    what = "as rounding makes them" if equal.within else "larger than rounding makes"
+    said = f"not exact: {differing} the rollout's, size {size:.2g}, {what} (up to {equal.usual:.2g} is usual)"
+    return Finding("equal", allow_gap and equal.within and not certificate.exact, said)
+
+
+@contextlib.contextmanager
+def _threads(count: int, device: torch.device) -> Iterator[None]:
+    """Within this torch has as many threads as the certificate's machine had, where this one has them."""
+    before = torch.get_num_threads()
+    if device.type == "cpu" and count <= (cpu_count() or 1):
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _same_policy(certificate: Certificate, opened: Opened) -> Iterator[Finding]:
+    mine, theirs = policy_of(opened), certificate.policy
+    for name, value in mine:
+        if name == "version" and value is None:
+            continue
+        stated, same = getattr(theirs, name), value == getattr(theirs, name)
+        said = f"{value}" if same else f"here {value!s:.80}, in the certificate {stated!s:.80}"
+        yield Finding(f"policy.{name}", same, said)
+
+
+def _sides_of(certificate: Certificate, opened: Opened, same: bool, device: torch.device) -> Sides:
+    """Both sides as the certificate asks for them; where the machine is the same, by the very family of kernels."""
+    formats, sampling = certificate.formats, certificate.sampling
+    longest = max(len(each.prompt) for each in certificate.sequences) + sampling.max_tokens
+    emulation = Emulation.parse(formats.emulate) if formats.emulate else None
+    asked = Asked(PrecisionPolicy.parse(formats.precision), emulation, sampling.temperature, sampling.max_tokens)
+    vocabulary = certificate.policy.vocabulary
+    if any(token >= vocabulary for each in certificate.sequences for token in (*each.prompt, *each.response)):
+        raise MantissaError(f"a token beyond the vocabulary of {vocabulary}")
+    sides = open_sides(opened, asked, longest, device)
+    backend = certificate.kernels.learner.rpartition(" ")[2]
+    if same and kernels_of(sides).learner != certificate.kernels.learner and backend in ("native", "simulated"):
+        asked = dataclasses.replace(asked, precision=asked.precision.model_copy(update={"backend": backend}))
+        sides = open_sides(opened, asked, longest, device)
+    return sides
+
+
+def _same_kernels(certificate: Certificate, sides: Sides, same: bool) -> Iterator[Finding]:
+    for kind, mine in (("formats", formats_of(sides)), ("kernels", kernels_of(sides))):
+        theirs = getattr(certificate, kind)
+        for name, value in mine:
+            stated = getattr(theirs, name)
+            if stated == value:
+                continue
+            here = kind == "formats" or name == "engine" or same
+            said = f"here {value!s:.200}, in the certificate {stated!s:.200}"
+            yield Finding(f"{kind}.{name}", False if here else None, said)
+
+
+def _chosen(certificate: Certificate, tokens: int) -> list[made_of.Sequence]:
+    """Sequences with so many tokens, drawn by the system's own randomness: whoever forges cannot know which."""
+    order = list(range(len(certificate.sequences)))
+    random.SystemRandom().shuffle(order)
+    chosen, count = [], 0
+    for index in order:
+        if count >= tokens:
+            break
+        chosen.append(index)
+        count += len(certificate.sequences[index].response)
+    return [certificate.sequences[index] for index in sorted(chosen)]
+
+
+def _recomputed(
+    certificate: Certificate, sides: Sides, chosen: Sequence[made_of.Sequence], bits: bool
+) -> Iterator[Finding]:
+    """The three sides, and both injected bits, here."""
+    mine = complete(sides, chosen)
+    for name in ("rescoring", "update"):
+        pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(chosen, mine, strict=True)]
+        yield _compared(certificate, f"sequences.{name}", pairs, bits)
+    again = [
+        made_of.Sequence(prompt=each.prompt, seed=each.seed, response=new.tokens,
+                         rollout=hexed(new.logp_T.tolist()), rescoring=(), update=())
+        for each, new in zip(chosen, _generated(sides, [(each.prompt, each.seed) for each in chosen]), strict=True)
+    ]  # fmt: skip
+    yield _sampled(certificate, chosen, again, bits)
+    whole = bits and len(chosen) == len(certificate.sequences)
+    weight = certificate.injected_weight
+    if weight is not None:
+        yield _injected("injected_weight", weight, inject_weight(sides, again, weight.where), whole)
+    result = certificate.injected_result
+    if result is not None:
+        yield _injected("injected_result", result, inject_result(sides, mine, result.where), whole)
+    for name in ("injected_weight", "injected_result"):
+        if getattr(certificate, name) is None:
+            yield Finding(name, False, "no bit that was turned was seen: the comparison could not fail")
+
+
+def _compared(
+    certificate: Certificate, field: str, pairs: Sequence[tuple[tuple[str, ...], tuple[str, ...]]], bits: bool
+) -> Finding:
+    """Log-probs of the certificate with those from here."""
+    theirs = [text for first, _ in pairs for text in first]
+    mine = [text for _, second in pairs for text in second]
+    differing = sum(a != b for a, b in zip(theirs, mine, strict=True))
+    if not differing:
+        return Finding(field, True, f"{len(mine)} log-probs computed again: equal to the bit")
+    size, usual = made_of.size_of(unhexed(theirs), unhexed(mine)), certificate_usual(certificate)
+    said = f"{differing} of {len(mine)} log-probs differ from those computed here, size {size:.2g}"
+    if bits:
+        return Finding(field, False, f"{said}; on a machine as this one none may")
+    return Finding(field, size <= usual, f"{said}; up to {usual:.2g} is usual between two machines")
+
+
+def certificate_usual(certificate: Certificate) -> float:
+    """The largest size that is usual between two machines, by the formats that the certificate is of."""
+    formats = certificate.formats
+    return made_of.usual((formats.learner, formats.rollout), certificate.sampling.temperature).bound
+
+
+def _sampled(
+    certificate: Certificate, chosen: Sequence[made_of.Sequence], again: Sequence[made_of.Sequence], bits: bool
+) -> Finding:
+    """Tokens drawn again from their seeds; on another machine up to where one falls on the other side of a bound."""
+    alike = sum(a.response == b.response for a, b in zip(chosen, again, strict=True))
+    if bits and alike < len(chosen):
+        at = next(a for a, b in zip(chosen, again, strict=True) if a.response != b.response)
+        return Finding(
+            "sequences.response", False, f"drawn again from seed {at.seed}, a response has other tokens than in it"
+        )
+    pairs = []
+    for each, new in zip(chosen, again, strict=True):
+        both = zip(each.response, new.response, strict=False)
+        same = next((at for at, (a, b) in enumerate(both) if a != b), min(len(each.response), len(new.response)))
+        pairs.append((each.rollout[:same], new.rollout[:same]))
+    found = _compared(certificate, "sequences.rollout", pairs, bits)
+    return dataclasses.replace(found, said=f"{found.said}; {alike} of {len(chosen)} responses drawn again alike")
+
+
+def _injected(field: str, stated: Injected, found: Injected | None, whole: bool) -> Finding:
+    """A bit turned here as well; ``whole``: with the same tokens and bits, so that it changes the same."""
+    if found is None:
+        return Finding(field, False, f"a bit turned in {stated.where:.200} is not seen here")
+    fields = None if whole else {"where", "index"}  # a bit that one machine sees another may not
+    if (mine := found.model_dump(include=fields)) != (theirs := stated.model_dump(include=fields)):
+        name = next(name for name in mine if mine[name] != theirs[name])
+        return Finding(f"{field}.{name}", False, f"here {mine[name]!s:.80}, in the certificate {theirs[name]!s:.80}")
+    return Finding(field, True, f"seen here too: {found.changed} of {found.compared} log-probs change")
+
+
+# For the command
+
+
+def findings_of(certificate: Certificate, allow_gap: bool) -> tuple[Finding, ...]:
+    """What a certificate says itself, on the machine that made it."""
+    policy, found = certificate.policy, [verdict(certificate, allow_gap)]
+    said = f"{policy.architecture} of {policy.weights:,} weights, digest {policy.digest[:16]}"
+    found.insert(0, Finding("policy", True, said if policy.version is None else f"{said}, version {policy.version}"))
+    for name in ("injected_weight", "injected_result"):
+        bit: Injected | None = getattr(certificate, name)
+        if bit is None:
+            found.append(Finding(name, False, "no bit that was turned was seen: the comparison could not fail"))
+            continue
+        what = "a weight that the engine has of" if name == "injected_weight" else "a result of"
+        turned = f"{float.fromhex(bit.before):.9g} is {float.fromhex(bit.after):.9g}"
+        said = f"bit {bit.bit} turned in {what} {bit.where} ({turned}): {bit.changed} of {bit.compared} change"
+        found.append(Finding(name, True, said))
+    return tuple(found)
+
+
+def prompts_of(opened: Opened, path: Path | None, tokens: int) -> list[list[int]]:
+    """Token ids of prompts: of a file, of the run's own problems, or of the package's, no more than tokens."""
+    if path is None and opened.task is not None:
+        problems = opened.task.split("train")[:tokens]
+        texts: list[Any] = [each.prompt for each in problems]
+        asked = [
+            text if isinstance(text, str) else [{"role": m.role, "content": m.content} for m in text] for text in texts
+        ]
+    else:
+        chat = bool(opened.tokenizer.backend.chat_template)
+        lines = read_prompts(path)[:tokens]
+        asked = [[{"role": "user", "content": line}] if chat else line for line in lines]
+    return [opened.tokenizer.encode_prompt(prompt) for prompt in asked]
