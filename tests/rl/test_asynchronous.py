@@ -16,8 +16,8 @@ from torch import Tensor
 from mantissa.base.errors import MantissaError
 from mantissa.base.seeds import stream_slice
 from mantissa.rl.assemble import Parts
-from mantissa.rl.collect.batch import Batch
-from mantissa.rl.collect.source import AsyncSource, SyncSource, shares
+from mantissa.rl.collect.ahead import AsyncSource, shares
+from mantissa.rl.collect.batch import Batch, SyncSource
 from mantissa.rl.config.run import RunConfig, make_config
 from mantissa.rl.probes import Lag
 from mantissa.rl.session import resume

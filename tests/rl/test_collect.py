@@ -24,17 +24,19 @@ from mantissa.kernels import resolve, rollout_kernels
 from mantissa.model import Decoder, FreshModelConfig, character_tokenizer, policy_weights, save_model
 from mantissa.precision import FP32, PrecisionPolicy
 from mantissa.rl.assemble import Parts
+from mantissa.rl.collect.ahead import pack, unpack
 from mantissa.rl.collect.batch import (
     Batch,
     Collector,
+    Sample,
+    Sampler,
+    by_group,
     fate,
     groups_to_train,
     overlong_penalty,
-    pack,
-    unpack,
+    success_rates,
     with_penalty,
 )
-from mantissa.rl.collect.sampler import Sample, Sampler, by_group, success_rates
 from mantissa.rl.config.sections import DynamicConfig, OverlongConfig, RolloutConfig
 from mantissa.rl.experience import Experience
 from mantissa.rollout import Completion, NativeEngine, SamplingParams

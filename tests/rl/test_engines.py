@@ -25,7 +25,7 @@ from mantissa.kernels import Planned, resolve
 from mantissa.mismatch.tables import ENGINE_METRICS
 from mantissa.precision import Fp8Policy, PrecisionPolicy
 from mantissa.rl.assemble import Parts, on_vllm
-from mantissa.rl.collect.source import SyncSource
+from mantissa.rl.collect.batch import SyncSource
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.exact.twin import EngineShare, exact_policy
 from mantissa.rl.experience import Scored

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mantissa.model import save_model
 from mantissa.rl.assemble import Parts
-from mantissa.rl.collect.sampler import Sample
+from mantissa.rl.collect.batch import Sample
 from mantissa.rl.experience import Experience, Scored
 from mantissa.rl.learner import Learner, Update
 from mantissa.rl.objective import weigh

@@ -47,8 +47,8 @@ from mantissa.model.decoder import place
 from mantissa.precision import E4M3, FP32
 from mantissa.precision.policy import Backend
 from mantissa.rl.adapters import open_policy, policy_folder
-from mantissa.rl.collect.sampler import Sampler
-from mantissa.rl.collect.source import shares
+from mantissa.rl.collect.ahead import shares
+from mantissa.rl.collect.batch import Sampler
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.config.sections import LossScalingConfig, ModelSource, RolloutConfig
 from mantissa.rl.exact.plan import exact_plan, prove

@@ -25,8 +25,8 @@ from mantissa.guard.watch import RunGuard
 from mantissa.model import Decoder
 from mantissa.rl.adapters import FrozenBase
 from mantissa.rl.assemble import Parts
-from mantissa.rl.collect.batch import Batch, pack, unpack
-from mantissa.rl.collect.source import SyncSource
+from mantissa.rl.collect.ahead import pack, unpack
+from mantissa.rl.collect.batch import Batch, SyncSource
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.exact.check import Exactness
 from mantissa.rl.exact.twin import EngineShare
@@ -150,9 +150,9 @@ def checkpoint_of(run: Run, step: int) -> Checkpoint | None:
     if run.reference is not None:
         state["reference"] = run.reference.state_dict()
         more |= {"reference": kept} if (kept := run.reference.kept) else {}
-    sampled, state["ahead"] = pack(run.source.pending(step) if step else ())
-    if sampled:
-        more["ahead"] = sampled
+    state["ahead"] = []
+    if later := run.source.pending(step) if step else ():
+        more["ahead"], state["ahead"] = pack(later)
     return Checkpoint(step, trained, optimizer, state, more)
 
 
@@ -216,8 +216,9 @@ def _take(run: Run, checkpoint: Checkpoint) -> None:
     if not kept or not all(number(index, 0, problems - 1, whole=True) for index in kept):
         raise MantissaError(f"checkpoint's kept prompts are not all among the task's {problems}; it is damaged")
     run.position, run.kept = count(position, "checkpoint's position"), list(kept)
-    ahead = checkpoint.more.get("ahead", {})
-    run.ahead = unpack(ahead, state.get("ahead", ()), run.train, run.sampler, run.parts.model.config.vocab_size)
+    if later := state.get("ahead"):
+        words = run.parts.model.config.vocab_size
+        run.ahead = unpack(checkpoint.more.get("ahead", {}), later, run.train, run.sampler, words)
     check_tensors(run.learner.trained, checkpoint.policy, "checkpoint")
     if run.exactness is not None and "exact" in state:
         run.exactness.use(state["exact"])

@@ -26,9 +26,8 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.files import is_full
 from mantissa.mismatch.metrics import gap_metrics
 from mantissa.precision.numerics import masked_mean
-from mantissa.rl.collect.batch import Batch, Collector
-from mantissa.rl.collect.sampler import success_rates
-from mantissa.rl.collect.source import AsyncSource, SyncSource
+from mantissa.rl.collect.ahead import AsyncSource
+from mantissa.rl.collect.batch import Batch, Collector, SyncSource, success_rates
 from mantissa.rl.experience import Experience, Scored, Weighed
 from mantissa.rl.learner import Update
 from mantissa.rl.objective import weigh

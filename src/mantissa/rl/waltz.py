@@ -31,9 +31,7 @@ from mantissa.base.seeds import stream_slice
 from mantissa.kernels.cpu import CpuProducts
 from mantissa.model import Decoder, base_parameters
 from mantissa.rl.assemble import Parts, assemble, most_tokens
-from mantissa.rl.collect.batch import Batch, sample_metrics
-from mantissa.rl.collect.sampler import Sample
-from mantissa.rl.collect.source import SyncSource
+from mantissa.rl.collect.batch import Batch, Sample, SyncSource, sample_metrics
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.config.sections import RolloutConfig
 from mantissa.rl.config.waltz import feedback_config

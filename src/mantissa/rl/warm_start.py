@@ -16,7 +16,7 @@ from mantissa.algorithms import aggregation_scale
 from mantissa.base.seeds import stream_slice
 from mantissa.precision.numerics import masked_sum
 from mantissa.rl.assemble import Parts
-from mantissa.rl.collect.sampler import Sampler
+from mantissa.rl.collect.batch import Sampler
 from mantissa.rl.config.sections import WarmStartConfig
 from mantissa.rl.experience import Sequences
 from mantissa.rl.learner import Learner

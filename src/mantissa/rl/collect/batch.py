@@ -1,8 +1,9 @@
-"""The batch of one step, from a position in the data: made, and kept in a checkpoint where it was made ahead.
+"""The batch of one step, from a position in the data: problems, completions, rewards.
 
-A step's batch is a function of the run's seed, the step, the weights that sample it and the data position: an integer,
-the number of prompts sampled before. Without dynamic sampling it is ``(step - 1) * rollout.prompts``; with it, it
-counts every prompt, dropped ones included. So whoever holds weights and position can make a batch again, or ahead.
+Every draw follows from the run's seed, a purpose and a position. A step's batch is a function of the run's seed, the
+step, the weights that sample it and the data position: an integer, the number of prompts sampled before. Without
+dynamic sampling it is ``(step - 1) * rollout.prompts``; with it, it counts every prompt, dropped ones included. So
+whoever holds weights and position can make a batch again, or ahead.
 
 **The price of length** (``OverlongConfig``): a response that is cut off earns nothing however good its beginning was,
 which punishes sound reasoning without saying why. A penalty that grows over the last tokens says it. It is added to the
@@ -25,26 +26,132 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mantissa.base.bounds import boundary, count, number
 from mantissa.base.errors import MantissaError
-from mantissa.base.seeds import stream_slice
-from mantissa.rl.collect.sampler import Sample, Sampler, _packed, _unpacked, by_group
+from mantissa.base.ranks import ALONE, Ranks
+from mantissa.base.seeds import derive_seed, stream_slice
+from mantissa.model import Tokenizer
+from mantissa.rl.collect.completions import Completions
 from mantissa.rl.config.sections import DynamicConfig, OverlongConfig, RolloutConfig
-from mantissa.rl.experience import Experience, routes_of
-from mantissa.rollout import SamplingParams
-from mantissa.rollout.most_probable import MostProbable
-from mantissa.rollout.sampling import FinishReason
-from mantissa.rollout.support import Support
+from mantissa.rl.experience import Experience
+from mantissa.rollout import Completion, Request, RolloutEngine, SamplingParams
 from mantissa.runs.metrics import REWARD_PART
-from mantissa.tasks import Problem, Reward
+from mantissa.tasks import Grader, Problem, Reward
+
+T = TypeVar("T")
+Weights = Mapping[str, Tensor]  # the policy's, by name
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion of ``problem``, whose tokens are ``prompt``; ``group``: the number of its prompt in the step."""
+
+    problem: Problem
+    group: int
+    prompt: Sequence[int]
+    completion: Completion
+    text: str
+
+
+def by_group(samples: Sequence[Sample], values: Sequence[T]) -> list[list[T]]:
+    """``values``, one of each sample, of each group: in the order of the groups, which are contiguous."""
+    pairs = zip(samples, values, strict=True)
+    return [[value for _, value in group] for _, group in itertools.groupby(pairs, lambda pair: pair[0].group)]
+
+
+def success_rates(samples: Sequence[Sample], rewards: Sequence[Reward]) -> list[float]:
+    """For each problem, the share of its completions that are correct."""
+    return [sum(reward.correct for reward in group) / len(group) for group in by_group(samples, rewards)]
+
+
+class Sampler:
+    """An engine, a tokenizer and a grader: from problems to graded completions.
+
+    Each of ``ranks`` samples and grades its share of the problems, and all get everything.
+    """
+
+    def __init__(self, engine: RolloutEngine, tokenizer: Tokenizer, grader: Grader, ranks: Ranks = ALONE) -> None:
+        self.engine, self.tokenizer, self.grader, self.ranks = engine, tokenizer, grader, ranks
+
+    def params(
+        self, max_tokens: int, temperature: float, stop: tuple[str, ...] = (), top_k: int = 0, top_p: float = 1.0
+    ) -> SamplingParams:
+        """Sampling parameters that end at the tokenizer's end tokens."""
+        return SamplingParams(max_tokens, temperature, top_k, top_p, tuple(self.tokenizer.eos_ids), stop)
+
+    def params_of(self, rollout: RolloutConfig) -> SamplingParams:
+        """Those of a recipe."""
+        return self.params(rollout.max_tokens, rollout.temperature, rollout.stop, rollout.top_k, rollout.top_p)
+
+    def sample(
+        self,
+        problems: Sequence[Problem],
+        samples: int,
+        params: SamplingParams,
+        version: int,
+        *seed: int | str,
+        first: int = 0,
+    ) -> list[Sample]:
+        """Sample each problem ``samples`` times; sample j of problem i depends on ``seed``, ``first`` + i and j alone.
+
+        ``first``: the number of the first problem's group.
+        """
+        prompts = [self.encode(problem) for problem in problems]
+        requests = [
+            Request(tuple(prompt), derive_seed(*seed, index), samples) for index, prompt in enumerate(prompts, first)
+        ]
+        groups = self._generate(requests, params, version)
+        return [
+            Sample(problem, index, prompt, completion, self.tokenizer.decode(completion.tokens))
+            for index, (problem, prompt, group) in enumerate(zip(problems, prompts, groups, strict=True), first)
+            for completion in group
+        ]
+
+    def _generate(
+        self, requests: Sequence[Request], params: SamplingParams, version: int
+    ) -> Sequence[Sequence[Completion]]:
+        if self.ranks.alone:
+            return self.engine.generate(requests, params, version)
+        share = self.ranks.shard(requests)
+        groups = self.engine.generate(share, params, version) if share else []
+        asked = [[request.prompt_tokens] * request.samples for request in requests]
+        packed = [Completions.of(*of_one) for of_one in zip(self.ranks.shard(asked), groups, strict=True)]
+        return [group.split(prompts) for group, prompts in zip(self.ranks.gather_shards(packed), asked, strict=True)]
+
+    def grade(self, samples: Sequence[Sample]) -> list[Reward]:
+        """A reward for each."""
+        pairs = [(sample.problem, sample.text) for sample in samples]
+        if self.ranks.alone:
+            return self.grader.grade(pairs)
+        here = self.ranks.shard(by_group(samples, pairs))
+        flat = iter(self.grader.grade([pair for group in here for pair in group]))
+        graded = self.ranks.gather_shards([list(itertools.islice(flat, len(group))) for group in here])
+        return [reward for group in graded for reward in group]
+
+    def encode(self, problem: Problem) -> list[int]:
+        """The prompt's tokens; a prompt that this tokenizer cannot write names its problem."""
+        try:
+            if isinstance(problem.prompt, str):
+                return self.tokenizer.encode_prompt(problem.prompt)
+            return self.tokenizer.encode_prompt([{"role": m.role, "content": m.content} for m in problem.prompt])
+        except MantissaError as error:
+            raise MantissaError(f"problem {problem.id}: {error}") from None
+
+    def accuracy(
+        self, problems: Sequence[Problem], samples: int, params: SamplingParams, version: int, *seed: int | str
+    ) -> float:
+        """Mean over problems of the share of ``samples`` completions that are correct."""
+        sampled = self.sample(problems, samples, params, version, *seed)
+        rates = success_rates(sampled, self.grade(sampled))
+        return sum(rates) / len(rates)
 
 
 @dataclass(frozen=True)
@@ -132,6 +239,49 @@ class Collector:
         return Batch(step, version, self.position, indices, samples, rewards, metrics, seconds)
 
 
+class SyncSource:
+    """Batches in the order of steps, each sampled when it is asked for, by the newest weights."""
+
+    def __init__(self, collector: Collector, engine: RolloutEngine) -> None:
+        self._collector, self._engine = collector, engine
+
+    def start(self, step: int, weights: Weights, version: int, ahead: Sequence[Batch]) -> None:
+        """Begin after ``step``, whose weights these are; ``ahead``: what ``pending`` said then."""
+        if ahead:
+            raise MantissaError(
+                f"the checkpoint of step {step} holds batches of later steps, and with rollout.max_policy_lag=0 none "
+                "are sampled: it is damaged, or another run's; delete it to go on from an earlier one"
+            )
+        self._engine.sync(weights, version)
+
+    def take(self, step: int) -> Batch:
+        """The batch of ``step``: the one after the last that was taken."""
+        batch = self._collector.collect(step, self._engine.version)
+        self._engine.pause()
+        return batch
+
+    def again(self, position: int) -> None:
+        """The next ``take`` is of the step that was taken last, whose first prompt is at ``position``."""
+        self._collector.position = position
+
+    def hand_over(self, step: int, weights: Weights, version: int) -> None:
+        """The learner's weights after ``step``."""
+        if self._engine.version != version:
+            self._engine.sync(weights, version)
+
+    def pending(self, step: int) -> list[Batch]:
+        """The batches of later steps that weights older than those after ``step`` sample: what a checkpoint keeps."""
+        return []
+
+    def engine(self, weights: Weights, version: int) -> AbstractContextManager[None]:
+        """Holds the engine, with these weights in it, for other use than batches."""
+        self.hand_over(0, weights, version)
+        return nullcontext()
+
+    def close(self) -> None:
+        """Stop sampling; what is being sampled is finished first."""
+
+
 def sample_metrics(samples: Sequence[Sample], rewards: Sequence[Reward], config: RolloutConfig) -> dict[str, float]:
     """Metrics of everything that was sampled."""
     completions = [sample.completion for sample in samples]
@@ -161,134 +311,6 @@ def _reward_parts(rewards: Sequence[Reward]) -> dict[str, float]:
         for name, value in reward.parts.items():
             values.setdefault(name, []).append(value)
     return {f"{REWARD_PART}{name}": math.fsum(many) / len(many) for name, many in sorted(values.items())}
-
-
-def pack(batches: Iterable[Batch]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Batches as tensors and plain values, for a checkpoint. ``seconds`` are left out: a resume spends none."""
-    tensors: dict[str, Tensor] = {}
-    plain = []
-    for batch in batches:
-        tokens, lengths, logp, reasons, _, keys, _, support, top = _packed([s.completion for s in batch.samples])
-        packed = {"tokens": tokens, "lengths": torch.tensor(lengths), "logp": logp} | _routes_packed(batch)
-        if support is not None:
-            packed |= {"support_words": support.words, "support_counts": support.counts}
-        if top is not None:
-            packed |= {"top_ids": top.ids_TK, "top_logp": top.logp_TK}
-        tensors |= {f"ahead/{batch.step}/{name}": tensor for name, tensor in packed.items()}
-        plain.append(
-            {
-                "step": batch.step,
-                "version": batch.version,
-                "position": batch.position,
-                "indices": list(batch.indices),
-                "finish_reasons": reasons,
-                "keys": keys,
-                "rewards": [[r.value, r.correct, r.error, dict(r.parts), r.terms, r.found] for r in batch.rewards],
-                "metrics": dict(batch.metrics),
-            }
-        )
-    return tensors, plain
-
-
-def unpack(
-    tensors: Mapping[str, Tensor],
-    plain: Sequence[dict[str, Any]],
-    problems: Sequence[Problem],
-    sampler: Sampler,
-    embeddings: int,
-) -> list[Batch]:
-    """The batches that ``pack`` was given; prompts and texts are made again by the sampler's tokenizer.
-
-    ``embeddings``: the model's vocabulary. ``MantissaError`` where they are not such batches.
-    """
-    with boundary("checkpoint's batches of later steps", "they are damaged"):
-        return [_one_unpacked(tensors, state, problems, sampler, embeddings) for state in plain]
-
-
-def _one_unpacked(
-    tensors: Mapping[str, Tensor],
-    state: Mapping[str, Any],
-    problems: Sequence[Problem],
-    sampler: Sampler,
-    embeddings: int,
-) -> Batch:
-    step, version, position = (count(state[name], name) for name in ("step", "version", "position"))
-    tokens, lengths, logp = (tensors[f"ahead/{step}/{name}"] for name in ("tokens", "lengths", "logp"))
-    indices, reasons = state["indices"], state["finish_reasons"]
-    keys = state.get("keys", [None] * len(lengths))  # those of earlier versions have none
-    support = None
-    if f"ahead/{step}/support_counts" in tensors:
-        support = Support(*(tensors[f"ahead/{step}/support_{name}"] for name in ("words", "counts")))
-    top = None
-    if f"ahead/{step}/top_ids" in tensors:
-        top = MostProbable(*(tensors[f"ahead/{step}/top_{name}"] for name in ("ids", "logp")))
-    checks = {
-        "tokens": tokens.dtype == torch.int64 and bool(((tokens >= 0) & (tokens < embeddings)).all()),
-        "lengths": lengths.dtype == torch.int64 and bool((lengths >= 0).all()) and int(lengths.sum()) == len(tokens),
-        "logp": logp.dtype == torch.float32 and logp.shape == tokens.shape,
-        "support": support is None or support.fits(tokens.tolist(), embeddings),
-        "most probable tokens": top is None or top.fits(len(tokens), embeddings),
-        "indices": all(number(index, 0, len(problems) - 1, whole=True) for index in indices),
-        "groups": len(indices) > 0 and len(lengths) % len(indices) == 0,
-        "finish_reasons": len(reasons) == len(lengths) and set(reasons) <= set(get_args(FinishReason)),
-        "keys": len(keys) == len(lengths)
-        and all(key is None or number(key, -(1 << 63), (1 << 63) - 1, whole=True) for key in keys),
-        "rewards": len(state["rewards"]) == len(lengths)
-        and all(number(each[0], -math.inf, math.inf) for each in state["rewards"]),
-        "metrics": all(isinstance(value, (int, float)) for value in state["metrics"].values()),
-    }
-    wrong = next((name for name, good in checks.items() if not good), None)
-    if wrong is not None:
-        raise MantissaError(f"checkpoint's batch of step {step} has wrong {wrong}; it is damaged")
-    size = len(lengths) // len(indices)
-    prompts = [sampler.encode(problems[index]) for index in indices]
-    positions = [len(prompts[place // size]) + length - 1 for place, length in enumerate(lengths.tolist())]
-    routes = _routes_unpacked(tensors, step, positions)
-    completions = _unpacked((tokens, lengths.tolist(), logp, reasons, version, keys, routes, support, top))
-    samples = []
-    for place, completion in enumerate(completions):
-        group = place // size
-        text = sampler.tokenizer.decode(completion.tokens)
-        samples.append(Sample(problems[indices[group]], group, prompts[group], completion, text))
-    rewards = [_reward(*reward) for reward in state["rewards"]]
-    return Batch(step, version, position, indices, samples, rewards, state["metrics"], {})
-
-
-def _reward(
-    value: float,
-    correct: bool,
-    error: str | None,
-    parts: dict[str, float],
-    terms: Any = (),
-    found: bool | None = None,
-) -> Reward:
-    """A reward as a checkpoint holds it; those of earlier versions lack the terms and what was found."""
-    return Reward(value, correct, error, parts, tuple((float(term), float(weight)) for term, weight in terms), found)
-
-
-_ROUTES = {"experts": torch.int16, "expert_weights": torch.float32}  # as a checkpoint names them
-
-
-def _routes_packed(batch: Batch) -> dict[str, Tensor]:
-    """The experts of a batch's positions and their weights, where the engine told them."""
-    found = routes_of([sample.prompt for sample in batch.samples], [sample.completion for sample in batch.samples])
-    return {name: torch.cat(routes) for name, routes in zip(_ROUTES, found, strict=True) if routes is not None}
-
-
-def _routes_unpacked(
-    tensors: Mapping[str, Tensor], step: int, positions: list[int]
-) -> list[tuple[Tensor | None, Tensor | None]]:
-    """The inverse of ``_routes_packed``, for completions of so many positions."""
-    parts: list[Sequence[Tensor | None]] = []
-    for name, dtype in _ROUTES.items():
-        stored = tensors.get(f"ahead/{step}/{name}")
-        if stored is None:
-            parts.append([None] * len(positions))
-            continue
-        if stored.dtype != dtype or stored.dim() != 3 or len(stored) != sum(positions):
-            raise MantissaError(f"checkpoint's batch of step {step} has wrong {name}; it is damaged")
-        parts.append(stored.split(positions))
-    return list(zip(*parts, strict=True))
 
 
 def overlong_penalty(length: int, max_tokens: int, config: OverlongConfig | None) -> float:

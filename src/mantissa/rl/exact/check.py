@@ -30,7 +30,7 @@ from torch import Tensor
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import WAYS, ExactPlan, Planned, Way
 from mantissa.model import Decoder
-from mantissa.rl.collect.sampler import Sampler
+from mantissa.rl.collect.batch import Sampler
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.exact.replay import Case, examine, unequal, write_case
 from mantissa.rl.experience import Experience, Scored

@@ -1,4 +1,4 @@
-"""Where a step's batch comes from: sampled in turn with learning, or ahead of it.
+"""Batches ahead of their step: sampled beside learning, and kept in a checkpoint.
 
 In turn, the learner waits for the sampler and the sampler for the learner. Ahead, step k is sampled by the weights
 after step ``max(0, k - 1 - behind)`` while the learner works on the steps before k: its completions are old, by a lag
@@ -22,71 +22,30 @@ a stream of its own. Evaluation uses the same engine, between two batches.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mantissa.base.bounds import boundary, count, number
 from mantissa.base.errors import MantissaError
-from mantissa.rl.collect.batch import Batch, Collector
+from mantissa.rl.collect.batch import Batch, Collector, Sample, Sampler, SyncSource, Weights
+from mantissa.rl.collect.completions import Completions
 from mantissa.rollout import RolloutEngine
-
-# Where a step's batch comes from
-Weights = Mapping[str, Tensor]
+from mantissa.tasks import Problem, Reward
 
 
 def shares(threads: int) -> tuple[int, int]:
     """Of ``threads`` of a CPU, the learner's and the sampler's: a third for the sampler, and one at least for each."""
     sampler = max(1, threads // 3)
     return max(1, threads - sampler), sampler
-
-
-class SyncSource:
-    """Batches in the order of steps, each sampled when it is asked for, by the newest weights."""
-
-    def __init__(self, collector: Collector, engine: RolloutEngine) -> None:
-        self._collector, self._engine = collector, engine
-
-    def start(self, step: int, weights: Weights, version: int, ahead: Sequence[Batch]) -> None:
-        """Begin after ``step``, whose weights these are; ``ahead``: what ``pending`` said then."""
-        if ahead:
-            raise MantissaError(
-                f"the checkpoint of step {step} holds batches of later steps, and with rollout.max_policy_lag=0 none "
-                "are sampled: it is damaged, or another run's; delete it to go on from an earlier one"
-            )
-        self._engine.sync(weights, version)
-
-    def take(self, step: int) -> Batch:
-        """The batch of ``step``: the one after the last that was taken."""
-        batch = self._collector.collect(step, self._engine.version)
-        self._engine.pause()
-        return batch
-
-    def again(self, position: int) -> None:
-        """The next ``take`` is of the step that was taken last, whose first prompt is at ``position``."""
-        self._collector.position = position
-
-    def hand_over(self, step: int, weights: Weights, version: int) -> None:
-        """The learner's weights after ``step``."""
-        if self._engine.version != version:
-            self._engine.sync(weights, version)
-
-    def pending(self, step: int) -> list[Batch]:
-        """The batches of later steps that weights older than those after ``step`` sample: what a checkpoint keeps."""
-        return []
-
-    def engine(self, weights: Weights, version: int) -> AbstractContextManager[None]:
-        """Holds the engine, with these weights in it, for other use than batches."""
-        self.hand_over(0, weights, version)
-        return nullcontext()
-
-    def close(self) -> None:
-        """Stop sampling; what is being sampled is finished first."""
 
 
 @dataclass(frozen=True)
@@ -200,3 +159,90 @@ class AsyncSource(SyncSource):
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+# in a checkpoint
+
+
+def pack(batches: Iterable[Batch]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Batches as tensors and plain values, for a checkpoint. ``seconds`` are left out: a resume spends none."""
+    tensors: dict[str, Tensor] = {}
+    plain = []
+    for batch in batches:
+        packed = Completions.of([s.prompt for s in batch.samples], [s.completion for s in batch.samples])
+        tensors |= {f"ahead/{batch.step}/{name}": tensor for name, tensor in packed.tensors.items()}
+        plain.append(
+            {
+                "step": batch.step,
+                "version": batch.version,
+                "position": batch.position,
+                "indices": list(batch.indices),
+                "finish_reasons": packed.finish_reasons,
+                "keys": packed.keys,
+                "rewards": [[r.value, r.correct, r.error, dict(r.parts), r.terms, r.found] for r in batch.rewards],
+                "metrics": dict(batch.metrics),
+            }
+        )
+    return tensors, plain
+
+
+def unpack(
+    tensors: Mapping[str, Tensor],
+    plain: Sequence[dict[str, Any]],
+    problems: Sequence[Problem],
+    sampler: Sampler,
+    embeddings: int,
+) -> list[Batch]:
+    """The batches that ``pack`` was given; prompts and texts are made again by the sampler's tokenizer.
+
+    ``embeddings``: the model's vocabulary. ``MantissaError`` where they are not such batches.
+    """
+    with boundary("checkpoint's batches of later steps", "they are damaged"):
+        return [_one_unpacked(tensors, state, problems, sampler, embeddings) for state in plain]
+
+
+def _one_unpacked(
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    problems: Sequence[Problem],
+    sampler: Sampler,
+    embeddings: int,
+) -> Batch:
+    step, version, position = (count(state[name], name) for name in ("step", "version", "position"))
+    here = f"ahead/{step}/"
+    columns = {name.removeprefix(here): tensor for name, tensor in tensors.items() if name.startswith(here)}
+    tokens, lengths, logp = (columns.pop(name) for name in ("tokens", "lengths", "logp"))
+    indices, rewards = state["indices"], state["rewards"]
+    keys = state.get("keys", [None] * len(lengths))  # those of earlier versions have none
+    packed = Completions(tokens, lengths, logp, state["finish_reasons"], version, keys, columns)
+    checks = {
+        "indices": all(number(index, 0, len(problems) - 1, whole=True) for index in indices),
+        "groups": len(indices) > 0 and len(lengths) % len(indices) == 0,
+        "rewards": len(rewards) == len(lengths) and all(number(each[0], -math.inf, math.inf) for each in rewards),
+        "metrics": all(isinstance(value, (int, float)) for value in state["metrics"].values()),
+    }
+    wrong = next((name for name, good in checks.items() if not good), None)
+    if wrong is None:
+        size = len(lengths) // len(indices)
+        encoded = [sampler.encode(problems[index]) for index in indices]
+        prompts = [prompt for prompt in encoded for _ in range(size)]
+        wrong = packed.wrong(prompts, embeddings)
+    if wrong is not None:
+        raise MantissaError(f"checkpoint's batch of step {step} has wrong {wrong}; it is damaged")
+    samples = []
+    for place, completion in enumerate(packed.split(prompts)):
+        group, text = place // size, sampler.tokenizer.decode(completion.tokens)
+        samples.append(Sample(problems[indices[group]], group, prompts[place], completion, text))
+    return Batch(step, version, position, indices, samples, [_reward(*each) for each in rewards], state["metrics"], {})
+
+
+def _reward(
+    value: float,
+    correct: bool,
+    error: str | None,
+    parts: dict[str, float],
+    terms: Any = (),
+    found: bool | None = None,
+) -> Reward:
+    """A reward as a checkpoint holds it; those of earlier versions lack the terms and what was found."""
+    return Reward(value, correct, error, parts, tuple((float(term), float(weight)) for term, weight in terms), found)
