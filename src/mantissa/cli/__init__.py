@@ -198,6 +198,7 @@ MORE = {
         "guard": "Say when a run should have fallen back.",
         "weights": "Say whether an engine has the trainer's weights.",
         "certify": "Certify equal log-probs, or check a certificate.",
+        "tokens": "Say where a dialogue encoded again has other tokens.",
         "replay": "Name the operation where two sides part.",
         "lab": "Run a grid of recipes with paired seeds.",
         "data": "Prepare files of problems for training.",

@@ -66,9 +66,12 @@ class Tokenizer:
         self._alphabet = _alphabet(backend)
         self._lost = _lost_bytes(backend)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, nothing added. ``MantissaError`` where it holds what the vocabulary cannot spell."""
-        if self._alphabet is not None and not self._alphabet.issuperset(text):
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Token ids of ``text``, nothing added. ``MantissaError`` where it holds what the vocabulary cannot spell.
+
+        ``special``: the names of special tokens are those, also where this vocabulary otherwise reads their letters.
+        """
+        if self._alphabet is not None and not special and not self._alphabet.issuperset(text):
             unknown = "".join(sorted(set(text) - self._alphabet))
             raise MantissaError(
                 f"tokenizer: {text[:60]!r} holds {unknown!r}, which the character vocabulary does not have "
@@ -82,16 +85,18 @@ class Tokenizer:
                 "token and which it would drop unseen; take the characters out of the text"
             )
         with boundary("tokenizer", "it cannot encode this text; check or fetch its files again"):
-            return self._ids(text)
+            return self._ids(text, special)
 
-    def _ids(self, text: str) -> list[int]:
+    def _ids(self, text: str, special: bool = False) -> list[int]:
+        how = {"split_special_tokens": False} if special else {}
+
         def ids() -> list[int]:
-            return list(self.backend(text, add_special_tokens=False, verbose=False).input_ids)
+            return list(self.backend(text, add_special_tokens=False, verbose=False, **how).input_ids)
 
         return _in_time(len(text), ids) if self._slow_to_encode else ids()
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``; special tokens are skipped. Bytes that are not UTF-8 become U+FFFD.
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """The text of ``ids``; special tokens are skipped, unless asked for. Bytes that are not UTF-8 become U+FFFD.
 
         Ids that this vocabulary has no token for have no text; it warns of the first.
         """
@@ -99,8 +104,8 @@ class Tokenizer:
         with boundary("tokenizer", "it cannot decode these tokens; check or fetch its files again"):
             if self._slow_to_decode:
                 whole = self.backend.backend_tokenizer.decode_batch  # unlike ``decode`` it lets other threads go on
-                return _in_time(len(ids), lambda: str(whole([list(ids)], skip_special_tokens=True)[0]))
-            return self.backend.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+                return _in_time(len(ids), lambda: str(whole([list(ids)], skip_special_tokens=not special)[0]))
+            return self.backend.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
     def warn_of_unknown(self, ids: Sequence[int]) -> None:
         """Warn, the first time, of ids without a token: the model has more rows than its tokenizer has tokens.
@@ -133,16 +138,25 @@ class Tokenizer:
         for message in prompt:
             if not {"role", "content"} <= set(message):
                 raise MantissaError(f"prompt: message {dict(message)!r}: expected the keys 'role' and 'content'")
+        text = self.rendered(prompt, generation_prompt=True)
+        with boundary("tokenizer: its chat template refuses these messages", "mend the template or the messages"):
+            return self._ids(text)
+
+    def rendered(self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool = False) -> str:
+        """What the chat template makes of messages; with ``generation_prompt`` up to where the assistant's turn begins.
+        ``MantissaError`` where there is no template, or where it refuses them."""
         if not self.backend.chat_template:
             raise MantissaError(
                 "tokenizer: the prompt is a list of chat messages but this tokenizer has no chat template; "
                 "give the prompts as plain strings, or use an instruct model's tokenizer"
             )
-        messages = [dict(message) for message in prompt]
-        with boundary("tokenizer: its chat template refuses these messages", "mend the template or the messages"):
-            with time_limit(_TEMPLATE_S), memory_limit(_TEMPLATE_BYTES):
-                text = self.backend.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            return self._ids(text)
+        given = [dict(message) for message in messages]
+        with (
+            boundary("tokenizer: its chat template refuses these messages", "mend the template or the messages"),
+            time_limit(_TEMPLATE_S),
+            memory_limit(_TEMPLATE_BYTES),
+        ):
+            return str(self.backend.apply_chat_template(given, add_generation_prompt=generation_prompt, tokenize=False))
 
     def require_fit(self, embeddings: int) -> None:
         """``MantissaError`` unless every id of this tokenizer has a row in a table of ``embeddings`` rows."""
