@@ -2,7 +2,7 @@
 
 Digests decide that a tensor arrived. Of one that did not they know three things: it is zero, it is the trainer's after
 a sync before, it is another tensor's. For any other the values of that tensor alone are read on both sides, and
-``weights.compare`` says what it is.
+``weights.compare`` says what it is; codes of fp8 are read at every look, for their scales are the engine's own.
 
 Looked at are the first five syncs, and then every n-th. The trainer's digests of the sync before are taken too, so that
 what is stale by one update is known as such.
@@ -10,7 +10,7 @@ what is stale by one update is known as such.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mantissa.base.digest import Digest
@@ -19,13 +19,14 @@ from mantissa.doctor.weights import ARRIVED, DO, Fate, Outcome, plain_name, said
 FIRST = 5  # syncs that are looked at, whatever the distance that was asked for
 _KEPT = 64  # sets of digests of the trainer's, for what is stale
 _SHOWN = 4  # kinds of faults in one line
+_SCALES = ("_scale_inv", "_scale")  # of codes in fp8, after the weight's name
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What became of one server's tensors: of ``tensors`` and ``weights`` in all, ``lost`` did not arrive; ``unknown``
-    of them have to be read (they are in ``lost`` as other values); ``alone``: names that only one side has."""
+    """What became of one server's tensors: of ``tensors`` and ``weights`` in all, ``lost`` did not arrive; those of
+    ``unknown`` are to be read (they are in ``lost`` as other values); ``alone``: the trainer has none of that name."""
 
     tensors: int
     weights: int
@@ -35,8 +36,26 @@ class Seen:
 
 
 def wanted(engine: Mapping[str, Digest]) -> dict[str, str]:
-    """What a trainer is to be asked for: the engine's dtypes by plain names, of tensors without codes and scales."""
-    return {plain_name(name): each.dtype for name, each in engine.items()}
+    """What a trainer is to be asked for: the engine's dtypes by plain names, of tensors that are no codes or scales."""
+    return {name: each.dtype for name, each in _plain(engine).items() if not _is_coded(each)}
+
+
+def with_scales(names: Iterable[str], engine: Mapping[str, Digest]) -> list[str]:
+    """An engine's own names of these tensors, and of the scales that belong to codes."""
+    own = {plain_name(name): name for name in engine}
+    found = [own[name] for name in names]
+    return found + [f"{name}{end}" for name in found for end in _SCALES if f"{name}{end}" in engine]
+
+
+def _plain(engine: Mapping[str, Digest]) -> dict[str, Digest]:
+    """Without scales, by plain names."""
+    scales = {f"{name}{end}" for name in engine for end in _SCALES}
+    return {plain_name(name): each for name, each in engine.items() if name not in scales}
+
+
+def _is_coded(each: Digest) -> bool:
+    """Whether it is of codes of fp8, whose values lie with their scales."""
+    return each.dtype.startswith("float8")
 
 
 def source_of(name: str, there: Mapping[str, object]) -> str:
@@ -63,16 +82,16 @@ class SyncProof:
 
     def look(self, trainer: Mapping[str, Digest], engine: Mapping[str, Digest]) -> Seen:
         """One server's digests beside the trainer's, which are of the same dtypes and by plain names."""
-        theirs = {plain_name(name): each for name, each in engine.items()}
-        shared = [name for name in theirs if name in trainer]
-        alone = [name for name in theirs if name not in trainer] + [name for name in trainer if name not in theirs]
+        theirs = _plain(engine)
+        shared = [name for name in theirs if name in trainer or _is_coded(theirs[name])]
+        alone = [name for name in theirs if name not in shared]
         lost, unknown = list[Outcome](), list[str]()
         holders = {each: name for name, each in trainer.items()}
         for name in shared:
-            mine, found = trainer[name], theirs[name]
+            found, mine = theirs[name], trainer.get(name)
             if mine == found:
                 continue
-            fate, detail = self._named(name, found, mine, holders)
+            fate, detail = (Fate.OTHER, "") if mine is None else self._named(name, found, mine, holders)
             lost.append(Outcome(name, fate, detail, found.weights, found.weights, 0.0, found.dtype))
             if fate is Fate.OTHER:
                 unknown.append(name)

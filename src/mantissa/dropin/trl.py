@@ -18,18 +18,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import time
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from mantissa.adopted import Adopted
 from mantissa.adopted import adopt as adopted_model
+from mantissa.base.digest import Digest, digest
 from mantissa.base.errors import MantissaError
 from mantissa.doctor.gate import Gate
+from mantissa.doctor.held import Held, Source, Stored, held
 from mantissa.doctor.record import ScoredBatch, write_batch
 from mantissa.doctor.routers import routes
+from mantissa.doctor.sync import SyncProof, source_of, verdict, wanted
+from mantissa.doctor.weights import compare, plain_name
+from mantissa.rollout.vllm.worker import weights as vllm_weights
 
 _FORMATS = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
@@ -107,19 +116,27 @@ def record_logps(trainer: Any, folder: Path | str) -> None:
     _watch(trainer, write, lambda: True)
 
 
-def gate(trainer: Any, *, every: int = 25, on_fault: Literal["warn", "stop"] = "warn", sequences: int = 64) -> Gate:
+def gate(
+    trainer: Any, *, every: int = 25, on_fault: Literal["warn", "stop"] = "warn", sequences: int = 64,
+    engine: Source | None = None,
+) -> Gate:  # fmt: skip
     """Have the doctor look at ``trainer``'s batches while it trains: the first ones of a run or a resumed run, those
     after the first update, then every ``every`` steps.
 
     ``on_fault``: ``warn`` says it; ``stop`` ends the training after the step, as ``control.should_training_stop`` does,
     on every rank where one rank found it. Returns the gate; its ``last`` is the newest diagnosis. Its measure, the
     first healthy size, is in each checkpoint (``trainer_state.json``), and a run resumed from there is held to it.
+
+    Where another engine samples, its weights are compared with the trainer's too, once it has sampled the batch of an
+    update: of the first five, then of every ``every``-th. ``engine``: what ``mantissa.doctor.held`` reads, as a model
+    that a ``rollout_func`` samples from, or the address of a vLLM; None: the vLLM in the trainer's process, if there is
+    one. What cannot be read is said at the start.
     """
     from transformers import TrainerCallback
     from transformers.trainer_callback import ExportableState
 
     made = Gate(every, on_fault, sequences=sequences, framework="trl")
-    begun = [-1]
+    begun, syncs = [-1], _Syncs(trainer, every, engine, made.say)
 
     class MantissaGate(TrainerCallback, ExportableState):
         def state(self) -> dict[str, Any]:
@@ -133,7 +150,7 @@ def gate(trainer: Any, *, every: int = 25, on_fault: Literal["warn", "stop"] = "
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             if state.global_step == begun[0] + 1:
                 made.after_sync()  # the sampler got weights that were trained for the first time
-            stop = _on_any_rank(trainer, made.stop)
+            stop = _on_any_rank(trainer, made.stop or (on_fault == "stop" and syncs.lost))
             control.should_training_stop = control.should_training_stop or stop
 
     def look(batch: ScoredBatch) -> None:
@@ -145,7 +162,121 @@ def gate(trainer: Any, *, every: int = 25, on_fault: Literal["warn", "stop"] = "
 
     trainer.add_callback(MantissaGate())
     _watch(trainer, look, lambda: _on_any_rank(trainer, made.due(trainer.state.global_step)))
+    syncs.watch()
     return made
+
+
+class _Syncs:
+    """What samples beside what is trained, compared once a batch of new weights was sampled. ``lost``: whether some of
+    the weights did not arrive."""
+
+    def __init__(self, trainer: Any, every: int, engine: Source | None, say: Callable[[str], None]) -> None:
+        self.trainer, self.engine, self.say = trainer, engine, say
+        self.proof, self.step, self.lost, self.seconds = SyncProof(every), -1, False, 0.0
+        reason = self._reason()
+        self.off = reason is not None
+        if reason:
+            say(f"mantissa doctor: after syncs only log-probs are compared, no weights: {reason}")
+
+    def _reason(self) -> str | None:
+        """Why nothing is compared; empty where the trained model itself samples; None where something is."""
+        args = self.trainer.args
+        if self.engine is not None:
+            held(self.engine)  # an error in what was given is the caller's, and at once
+        elif self.trainer.rollout_func is not None:
+            return "what a rollout_func samples from is not known; give it as gate(trainer, engine=...)"
+        elif not args.use_vllm:
+            return ""
+        elif _vllm_model(self.trainer) is None:
+            return "a vLLM server's are not known; give its address as gate(trainer, engine=...)"
+        if self.trainer.accelerator.num_processes > 1:
+            return "the trainer runs in several processes"
+        return None
+
+    def watch(self) -> None:
+        """Look once each batch of another update has been sampled."""
+        if self.off:
+            return
+        original = self.trainer._generate_and_score_completions
+
+        def looked(inputs: Any) -> Any:
+            output = original(inputs)
+            if self.trainer.model.training and self.trainer.state.global_step != self.step:
+                self.step = self.trainer.state.global_step
+                self._look()
+            return output
+
+        self.trainer._generate_and_score_completions = looked
+
+    def _look(self) -> None:
+        if self.off:
+            return
+        due, before = self.proof.began()
+        if not (due or before):
+            return
+        begun = time.perf_counter()
+        try:
+            line = self._compared(due)
+        except Exception as error:  # noqa: BLE001 - whatever it is, a training of days must not end by it
+            self.off, line = True, f"no weights are compared any more: {error}"
+        self.seconds = time.perf_counter() - begun
+        if line:
+            self.say(f"mantissa doctor: step {self.step}: {line}")
+
+    def _compared(self, due: bool) -> str:
+        theirs = _of_vllm(_vllm_model(self.trainer)) if self.engine is None else held(self.engine)
+        known = theirs.digests or {name: _digest_of(theirs.read(name)) for name in theirs.shapes}
+        mine = held(self.trainer.accelerator.unwrap_model(self.trainer.model))
+        names = {plain_name(name): name for name in mine.shapes}
+        trainer = {}
+        for name, dtype in wanted(known).items():
+            own = names.get(source_of(name, names))
+            if own is not None:
+                trainer[name] = digest(mine.read(own).values.to(getattr(torch, dtype)))
+        found = ""
+        if due:
+            seen = self.proof.look(trainer, known)
+            outcomes = {}
+            if seen.unknown:
+                part, there = (_only(side, seen.unknown) for side in (mine, theirs))
+                outcomes = {plain_name(each.name): each for each in compare(part, there).outcomes}
+            found = verdict(seen, outcomes, "the engine")
+            self.lost = self.lost or bool(found)
+        self.proof.keep(trainer)
+        return found
+
+
+def _digest_of(stored: Stored) -> Digest:
+    return digest(stored.values if stored.codes is None else stored.codes)
+
+
+def _only(side: Held, names: Sequence[str]) -> Held:
+    """``side`` with the tensors of these plain names."""
+    there = {plain_name(name): name for name in side.shapes}
+    own = {there[source_of(name, there)]: None for name in names if source_of(name, there) in there}
+    return replace(side, shapes={name: side.shapes[name] for name in own})
+
+
+def _vllm_model(trainer: Any) -> Any:
+    """The model of the vLLM in the trainer's process; None: there is none."""
+    engine = getattr(getattr(getattr(trainer, "vllm_generation", None), "llm", None), "llm_engine", None)
+    worker = getattr(getattr(engine, "model_executor", None), "driver_worker", None)
+    return getattr(getattr(worker, "model_runner", None), "model", None)
+
+
+def _of_vllm(model: Any) -> Held:
+    """What it computes with, by what its products do."""
+
+    def read(name: str) -> Stored:
+        with torch.inference_mode():
+            found = dict(vllm_weights(model, {name}))[name]
+        if not isinstance(found, torch.Tensor):
+            raise MantissaError(f"vLLM's {name} cannot be read: {found}")
+        return Stored(found.cpu())
+
+    with torch.inference_mode():
+        digests = {name: digest(each) for name, each in vllm_weights(model) if isinstance(each, torch.Tensor)}
+    return Held("vLLM", {name: each.shape for name, each in digests.items()}, read, digests=digests)
 
 
 def _recall(made: Gate, kept: Any) -> None:
@@ -174,8 +305,6 @@ def _on_any_rank(trainer: Any, here: bool) -> bool:
     """Whether it is so on one rank at least: what ranks do together, they must all do."""
     if trainer.accelerator.num_processes == 1:
         return here
-    import torch
-
     return bool(trainer.accelerator.gather(torch.tensor([here], device=trainer.accelerator.device)).any())
 
 
@@ -276,8 +405,6 @@ class _Sampled:
 
     def table(self, ids: Any) -> Any:
         """The log-probs of ``ids``, B,R; None where ``generate`` was not called once for just these rows."""
-        import torch
-
         unfit = self.calls != 1 or not self._logps or len(self._logps[0]) != len(ids)
         if unfit or self.why or len(self._logps) < ids.shape[1]:
             return None
@@ -307,8 +434,6 @@ def _sampled() -> Iterator[_Sampled]:
 
 def _scored(trainer: Any, output: Any) -> Any:
     """The learner's log-probs where this batch's training would take them from its own forward."""
-    import torch
-
     ids = torch.cat([output["prompt_ids"], output["completion_ids"]], 1)
     mask = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
     with torch.no_grad(), torch.random.fork_rng([ids.device] if ids.is_cuda else []):  # dropout draws its own numbers

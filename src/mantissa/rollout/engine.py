@@ -400,6 +400,15 @@ class NativeEngine:
     def format_name(self) -> str:
         return self.kernels.format.name
 
+    @property
+    def format(self) -> NumberFormat:
+        return self.kernels.format
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The copies that it samples with: ``CopiedPolicy.weights``."""
+        return self._copies.weights
+
     def pause(self) -> None:
         """Nothing to do: its weights are this process's."""
 

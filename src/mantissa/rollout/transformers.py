@@ -410,6 +410,11 @@ class PolicyEngine(TransformersEngine):
         """What it computes in."""
         return self.format.name
 
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """What it samples with, by name."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
     def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Take the masters, each rounded once. ``MantissaError``: one that its format or the learner's cannot hold."""
         self.version = -1
