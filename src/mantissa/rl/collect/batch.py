@@ -43,7 +43,7 @@ from mantissa.rollout import SamplingParams
 from mantissa.rollout.most_probable import MostProbable
 from mantissa.rollout.sampling import FinishReason
 from mantissa.rollout.support import Support
-from mantissa.runs.metrics import REWARD_PART
+from mantissa.runs.catalogue import REWARD_PART
 from mantissa.tasks import Problem, Reward
 
 
