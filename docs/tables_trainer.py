@@ -52,7 +52,7 @@ def prometheus_name(name: str) -> str:
 
 def metric_lines(of_trainer: bool) -> str:
     """The metrics of a trainer's rows, or those that an RL run has beside them."""
-    from mantissa.runs.metrics import METRICS
+    from mantissa.runs.catalogue import METRICS
 
     lines = []
     for metric in METRICS:

@@ -23,8 +23,8 @@ from mantissa.base.environ import Heartbeat
 from mantissa.base.files import decode, encode
 from mantissa.cli.demo import LOOK, headline
 from mantissa.precision import PRESETS
+from mantissa.runs.catalogue import METRICS
 from mantissa.runs.gap_page import GapRows, bars
-from mantissa.runs.metrics import METRICS
 from mantissa.tasks import read_problems
 
 FIRST, OTHERS = (tuple(name for lines in groups.values() for name in lines) for groups in (cli.GROUPS, cli.MORE))
@@ -44,7 +44,7 @@ def test_help_fits_and_names_the_command(command: str, mantissa: Callable, monke
         assert len(FIRST) == 10
         assert mantissa().out == result.out, "without arguments it helps"
         for text, shown in ((result.out, FIRST), (mantissa("more").out, OTHERS)):
-            listed = re.findall(r"^│ ([a-z]\S+) ", text, re.M)
+            listed = re.findall(r"^  ([a-z]\S+)  +\S", text, re.M)
             assert tuple(name for name in listed if name != "more") == shown
     if command == "train":  # each example has a line of its own
         examples = [line for line in lines if line.startswith("mantissa train ")]

@@ -21,7 +21,7 @@ from mantissa.launch import LaunchOptions
 from mantissa.launch.facts import PRECISION_KEYS
 from mantissa.rl import make_config
 from mantissa.rl.config.run import apply_overrides
-from mantissa.runs.metrics import METRICS
+from mantissa.runs.catalogue import METRICS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "migration.md").read_text()

@@ -115,7 +115,7 @@ def test_what_is_to_be_read_stays_within_its_bounds() -> None:
 
 
 def test_prometheus_names_are_distinct_and_those_of_the_page_s_function() -> None:
-    from mantissa.runs.metrics import METRICS
+    from mantissa.runs.catalogue import METRICS
 
     names = [tables_trainer.prometheus_name(metric.name) for metric in METRICS]
     assert len(set(names)) == len(names)
@@ -130,7 +130,7 @@ def test_prometheus_names_are_distinct_and_those_of_the_page_s_function() -> Non
 def test_alerts_ask_for_series_that_are_exported() -> None:
     import yaml
 
-    from mantissa.runs.metrics import METRICS
+    from mantissa.runs.catalogue import METRICS
 
     page = (DOCS / "production.md").read_text()
     assert (DOCS / "alerts.yml").read_text() == tables_trainer.alert_rules(), "run: python docs/make_tables.py"

@@ -12,7 +12,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.files import JsonLines
 from mantissa.dropin import PrecisionTrainer
 from mantissa.guard import GuardConfig, GuardLog, replay
-from mantissa.runs.metrics import undeclared
+from mantissa.runs.catalogue import undeclared
 from toys import cross_entropy, data, fragile, mlp, quiet, same, state, trainer_of
 
 UNIT = 1e5  # targets reach 2.5 of these: more than fp16 can hold

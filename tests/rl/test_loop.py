@@ -23,9 +23,9 @@ from mantissa.rl.learner import Learner
 from mantissa.rl.run import Run
 from mantissa.rl.step import perfectible
 from mantissa.rl.warm_start import warm_start
+from mantissa.runs.catalogue import METRICS, TRAINER_METRICS, undeclared
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live, Trackers
-from mantissa.runs.metrics import METRICS, TRAINER_METRICS, undeclared
 from mantissa.tasks import Reward, build_task
 from mantissa.training import load_checkpoint
 from small_run import QUICK, rows_of

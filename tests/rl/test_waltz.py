@@ -21,9 +21,9 @@ from mantissa.rl.collect.batch import Sample
 from mantissa.rl.config.run import apply_overrides
 from mantissa.rl.config.waltz import feedback_config
 from mantissa.rl.waltz import Dialogue, Game, assemble_two, rates
+from mantissa.runs.catalogue import METRICS, undeclared
 from mantissa.runs.compare_page import build_comparison
 from mantissa.runs.directory import RunDirectory
-from mantissa.runs.metrics import METRICS, undeclared
 from mantissa.runs.report import _of_both, build_report
 from mantissa.tasks import Problem, Reward
 from mantissa.tasks.requests import Feedback, RulesJudge, Script

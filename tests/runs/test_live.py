@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from mantissa.runs.catalogue import BY_NAME
 from mantissa.runs.health import small
 from mantissa.runs.live import COLUMNS, Live, count, duration, power_of_two
-from mantissa.runs.metrics import BY_NAME
 
 ROW = {
     "step": 7, "reward/accuracy": 0.5, "reward/mean": 0.25, "gap/k3_kl": 1.04e-6, "gap/abs_logp_diff_mean": 0.0,

@@ -11,13 +11,10 @@ import torch
 
 from mantissa.mismatch.metrics import gap_metrics
 from mantissa.mismatch.tables import ALL_METRICS
+from mantissa.runs.catalogue import BY_NAME, LOOP_METRICS, METRICS, TRAINER_METRICS, undeclared
 from mantissa.runs.directory import deterministic
 from mantissa.runs.metrics import (
-    BY_NAME,
-    LOOP_METRICS,
-    METRICS,
     PHASES,
-    TRAINER_METRICS,
     ends,
     fit_line,
     phase_times,
@@ -25,7 +22,6 @@ from mantissa.runs.metrics import (
     sequence_log_ratios,
     series,
     token_logps,
-    undeclared,
 )
 
 

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from html_page import Page, assert_snapshot
+from mantissa.runs.catalogue import METRICS
 from mantissa.runs.directory import RunDirectory, planned_steps
-from mantissa.runs.metrics import METRICS
 from mantissa.runs.page import Sentence, render, shortened
 from mantissa.runs.report import build_report
 

@@ -220,18 +220,14 @@ class Commands(TyperGroup):
     """The commands above; a command's module is imported when it is the one that is used."""
 
     listed: ClassVar[dict[str, dict[str, str]]] = GROUPS | _OTHERS
-    _listing = False
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [name for lines in self.listed.values() for name in lines]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        known = (GROUPS | MORE | _OTHERS).items()
-        group, line = next(((each, lines[cmd_name]) for each, lines in known if cmd_name in lines), (None, ""))
-        if group is None:
+        line = next((lines[cmd_name] for lines in (GROUPS | MORE | _OTHERS).values() if cmd_name in lines), None)
+        if line is None:
             return None
-        if self._listing:
-            return TyperCommand(cmd_name, short_help=line, rich_help_panel=group)
         stem = cmd_name.replace("-", "_")
         module = importlib.import_module(f"mantissa.cli.{stem}")
         if hasattr(module, "app"):
@@ -240,16 +236,17 @@ class Commands(TyperGroup):
         alone.command(cmd_name, cls=getattr(module, "Command", None), short_help=line)(getattr(module, stem))
         return typer.main.get_command(alone)
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        self._listing = True
-        try:
-            super().format_help(ctx, formatter)
-        finally:
-            self._listing = False
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """The groups' lines as they stand here: no command is imported for them."""
+        wide = max(map(len, self.list_commands(ctx)))
+        for group, lines in self.listed.items():
+            with formatter.section(group):
+                formatter.write_dl([(name.ljust(wide), line) for name, line in lines.items()])
 
 
 _LOOKS: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": "rich"}
-app = typer.Typer(name="mantissa", cls=Commands, **_LOOKS)
+# Without rich: loading it would be half of the time of ``mantissa --help``.
+app = typer.Typer(name="mantissa", cls=Commands, **(_LOOKS | {"rich_markup_mode": None}))
 
 
 def _version(wanted: bool) -> None:

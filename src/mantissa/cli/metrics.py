@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from typing import Annotated
 
 import typer
 
-from mantissa.base.errors import MantissaError, nearest
-from mantissa.cli import screen
+from mantissa.base.errors import MantissaError, nearest, say
 
 
 def metrics(
@@ -16,20 +17,14 @@ def metrics(
     ] = "",
 ) -> None:
     """Print the metrics that a run logs, all or those named: formula, unit, healthy range, source."""
-    from rich.padding import Padding
-    from rich.text import Text
-
-    from mantissa.runs.metrics import METRICS
+    from mantissa.runs.catalogue import METRICS
 
     found = [metric for metric in METRICS if metric.name == name] or [each for each in METRICS if name in each.name]
     if not found:
         raise MantissaError(f"no metric has {name!r} in its name{nearest(name, [each.name for each in METRICS])}")
-    console = screen()
+    wide = shutil.get_terminal_size().columns
     for metric in found:
-        head = Text(metric.name, style="bold").append(f"  [{metric.unit}]", style="not bold")
-        if metric.healthy_text:
-            head.append(f"  healthy: {metric.healthy_text}", style="not bold green")
-        console.print(head)
-        console.print(Padding(metric.formula, (0, 0, 0, 4)))
-        if metric.source:
-            console.print(Padding(Text(metric.source, style="dim"), (0, 0, 0, 4)))
+        healthy = f"  healthy: {metric.healthy_text}" if metric.healthy_text else ""
+        say(f"{metric.name}  [{metric.unit}]{healthy}")
+        for text in filter(None, (metric.formula, metric.source)):
+            say(textwrap.fill(text, wide, initial_indent="    ", subsequent_indent="    "))

@@ -19,5 +19,5 @@ class Others(Commands):
 def more(context: typer.Context) -> None:
     """List the commands that mantissa --help leaves out."""
     parent: Any = context.parent
-    others = Others(name="mantissa", params=parent.command.get_params(parent), help=more.__doc__)
+    others = Others(name="mantissa", params=parent.command.get_params(parent), help=more.__doc__, rich_markup_mode=None)
     say(others.get_help(typer.Context(others, info_name="mantissa")))

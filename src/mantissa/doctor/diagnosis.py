@@ -203,7 +203,7 @@ class Diagnosis:
     ``second``: another fault, in what the first does not explain. ``remarks``: habits that explain little.
     ``decided``: the cause that a model decided for, which log-probs alone left open. ``side``: the one at fault, where
     a model told it. ``fillers``: what stood in place of log-probs, which was not compared.
-    ``figures``: of the gap, by name (``runs.metrics``' words). ``unknown``: what could not be tested.
+    ``figures``: of the gap, by name (``runs.catalogue``'s words). ``unknown``: what could not be tested.
     """
 
     verdict: Verdict

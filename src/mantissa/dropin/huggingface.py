@@ -305,7 +305,7 @@ class MantissaTrainerMixin:
         return self._window
 
     def row(self) -> dict[str, Any]:
-        """The last optimiser step as a row of metrics (names and units as in ``mantissa.runs.metrics``)."""
+        """The last optimiser step as a row of metrics (names and units as in ``mantissa.runs.catalogue``)."""
         assert self._window is not None
         assert self.outcome is not None
         return {

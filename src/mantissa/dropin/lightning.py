@@ -236,7 +236,7 @@ class MantissaPrecision(Precision):
             module.log_dict(self.metrics(), on_step=True, on_epoch=False)
 
     def metrics(self) -> dict[str, float]:
-        """The last optimiser step as a row of metrics (names and units as in ``mantissa.runs.metrics``)."""
+        """The last optimiser step as a row of metrics (names and units as in ``mantissa.runs.catalogue``)."""
         if self.outcome is None:
             return {}
         return {name: float(value) for name, value in self.outcome.row().items()} | {

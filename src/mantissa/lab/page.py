@@ -19,9 +19,10 @@ from mantissa.lab.rows import FAILED, Row, Rows
 from mantissa.mismatch.intervals import LEVEL, Estimate
 from mantissa.mismatch.tables import GAP_FIGURES
 from mantissa.runs import page
+from mantissa.runs.catalogue import BY_NAME
 from mantissa.runs.groups import MOST, Difference, listed
 from mantissa.runs.live import duration
-from mantissa.runs.metrics import BY_NAME, SERIES, Series
+from mantissa.runs.metrics import SERIES, Series
 from mantissa.runs.page import Banner, Block, Heading, Plots, Sentence, Table, Verbatim
 from mantissa.runs.plots import DASHES, INK, RUNS, Line, Plot, chart, figure, to_svg
 

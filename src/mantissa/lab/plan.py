@@ -45,7 +45,8 @@ from mantissa.base.provenance import git
 from mantissa.base.readers.yaml import read_yaml
 from mantissa.mismatch.tables import GAP_FIGURES
 from mantissa.rl.config.run import RunConfig, load_recipe, make_config
-from mantissa.runs.metrics import BY_NAME, REWARD_PART, SERIES
+from mantissa.runs.catalogue import BY_NAME, REWARD_PART
+from mantissa.runs.metrics import SERIES
 
 MOST_CELLS = 400  # with their seeds
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,39}")

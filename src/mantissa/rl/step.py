@@ -35,7 +35,7 @@ from mantissa.rl.probes import SampleAgain
 from mantissa.rl.run import Run, hold_room, restore, save, warn
 from mantissa.rl.score import OnTokenLogits
 from mantissa.rl.warm_start import warm_start
-from mantissa.runs.metrics import undeclared
+from mantissa.runs.catalogue import undeclared
 from mantissa.training import load_checkpoint, saved_steps
 
 _SILENT = 3  # first steps without any advantage after which it is said

@@ -14,8 +14,9 @@ import numpy as np
 from mantissa.base.bounds import outside
 from mantissa.mismatch.tables import K3, Metric
 from mantissa.mismatch.usual import Usual, size_sentence, usual
+from mantissa.runs.catalogue import BY_NAME
 from mantissa.runs.directory import RunDirectory
-from mantissa.runs.metrics import BY_NAME, series, where_measured
+from mantissa.runs.metrics import series, where_measured
 
 Health = Literal["healthy", "watch", "unhealthy"]
 VERDICTS = ("reward/accuracy", "eval/greedy_accuracy", "eval/avg_at_k")  # what a verifier's verdicts are counted in

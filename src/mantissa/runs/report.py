@@ -19,6 +19,7 @@ from mantissa.base.files import own, write_atomically
 from mantissa.base.readers.json import as_json
 from mantissa.mismatch.usual import Usual
 from mantissa.runs import page, plots
+from mantissa.runs.catalogue import METRICS
 from mantissa.runs.directory import RunDirectory, planned_steps
 from mantissa.runs.gap_page import gap_head
 from mantissa.runs.health import (
@@ -37,7 +38,7 @@ from mantissa.runs.health import (
     small,
 )
 from mantissa.runs.live import count, duration
-from mantissa.runs.metrics import METRICS, PHASES, ends, recent_rollouts, sequence_log_ratios, series, where_measured
+from mantissa.runs.metrics import PHASES, ends, recent_rollouts, sequence_log_ratios, series, where_measured
 from mantissa.runs.page import (
     Banner,
     Block,

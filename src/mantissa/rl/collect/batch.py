@@ -43,7 +43,7 @@ from mantissa.rl.collect.completions import Completions
 from mantissa.rl.config.sections import DynamicConfig, OverlongConfig, RolloutConfig
 from mantissa.rl.experience import Experience
 from mantissa.rollout import Completion, Request, RolloutEngine, SamplingParams
-from mantissa.runs.metrics import REWARD_PART
+from mantissa.runs.catalogue import REWARD_PART
 from mantissa.tasks import Grader, Problem, Reward
 
 T = TypeVar("T")
