@@ -218,6 +218,17 @@ OTHERS: dict[str, tuple[str, Role, Callable[[int, float], float], str]] = {
 }
 
 
+@pytest.mark.parametrize(("begin", "floor"), [(12, " to its floor"), (40, "")], ids=["to 1", "still falling"])
+def test_a_loss_scale_that_falls_is_told_from_which_step(begin: int, floor: str) -> None:
+    """Where a scale rises, is halved once and rises again, as a healthy one does, nothing falls."""
+    found = diagnosed(changed(healthy("mantissa"), "mantissa", Role.LOSS_SCALE, lambda step, value: 2.0 ** (
+        17 if step < begin else max(0, 17 - (step - begin) // 2))), "mantissa")  # fmt: skip
+    assert named(found) == "loss_scale"
+    assert f"falls{floor} from step {begin + 2} on" in found.headline, found.headline
+    well = changed(healthy("mantissa"), "mantissa", Role.LOSS_SCALE, lambda step, value: 2.0 ** (16 - (step % 20 > 17)))
+    assert diagnosed(well, "mantissa").verdict is Verdict.HEALTHY
+
+
 @pytest.mark.parametrize("kind", OTHERS)
 def test_what_other_curves_show(kind: str) -> None:
     program, role, change, name = OTHERS[kind]

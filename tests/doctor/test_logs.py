@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import struct
@@ -210,6 +211,33 @@ def test_each_layout_gives_back_its_numbers(kind: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(log.curves[role].steps, [row["step"] for row in rows])
         np.testing.assert_allclose(log.curves[role].values, [row[names[role]] for row in rows], rtol=1e-6)
     assert len(log.curves) == len(rows[0]) - 1
+
+
+FP16 = {
+    "DeepSpeed's console": ("x.log", lambda scales: "".join(
+        f"[INFO] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: {2 * s:g}, reducing to {s:g}\n"
+        for s in scales)),
+    "Megatron's console": ("x.log", lambda scales: "".join(
+        f" iteration {n}/ 99 | consumed samples: 8 | lm loss: 1.0E+00 | loss scale: {s:.1f} | grad norm: 0.100 |\n"
+        for n, s in enumerate(scales, 1))),
+    "TRL's state": ("trainer_state.json", lambda scales: json.dumps({"log_history": [
+        {"step": n, "loss": 0.1, "grad_norm": math.nan, "entropy": 1.0, "completions/mean_length": 9.0,
+         "precision/loss_scale": s} for n, s in enumerate(scales, 1)]})),
+    "verl's console": ("x.log", lambda scales: "".join(
+        f"step:{n} - actor/grad_norm:nan - actor/entropy:1.0 - mantissa/loss_scale:{s}\n"
+        for n, s in enumerate(scales, 1))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FP16)
+def test_a_job_in_fp16_that_dies_of_its_loss_scale(kind: str, tmp_path: Path) -> None:
+    name, write = FP16[kind]
+    path = tmp_path / name
+    path.write_text(write([2.0 ** max(0, 16 - n) for n in range(20)]))
+    found = examine_log(log_of(path))
+    assert found.fault is not None, found.headline
+    assert (found.fault.name, found.fault.effect) == ("loss_scale", 2.0), found.headline
+    assert "falls to its floor from step 2 on" in found.headline
 
 
 def test_a_log_comes_through_the_pipe_to_the_last_bit(tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ def _show(dump: Dump, diagnosis: Diagnosis, framework: str | None, explain: bool
     )
     if granted := inferred(dump, diagnosis, framework):
         console.print(Text(f"taken for granted: {'; '.join(granted)}", style="dim"))
-    if diagnosis.fault is not None and diagnosis.basis not in (Basis.CAUSE, Basis.SIDE):
+    if diagnosis.fault is not None and diagnosis.basis not in (Basis.CAUSE, Basis.SIDE, Basis.LIKELY):
         console.print(facts().faults[diagnosis.fault.name].means)
     if diagnosis.second is not None:
         console.print(facts().faults[diagnosis.second.name].means)

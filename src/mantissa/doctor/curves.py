@@ -533,12 +533,19 @@ def _entropy(log: Log, curves: Mapping[Role, Curve]) -> list[Finding]:
 
 
 def _scale(log: Log, curves: Mapping[Role, Curve]) -> list[Finding]:
-    x = _finite(curves[Role.LOSS_SCALE]).values if Role.LOSS_SCALE in curves else np.array([])
-    if len(x) < 5 or x.min() <= 0:
+    """A scale that falls to the log's end, or to 1 and below and stays there; the step is the last fall's first."""
+    curve = _finite(curves[Role.LOSS_SCALE]) if Role.LOSS_SCALE in curves else None
+    if curve is None or len(curve.values) < 5 or curve.values.min() <= 0:
         return []
+    x = curve.values
     quarter = x[-max(3, len(x) // 4) :]
     falls = x[0] / x[-1] >= _FELL and not (np.diff(quarter) > 0).any() and (quarter[-1] < quarter[0] or x[-1] <= 1)
-    return [_finding("loss_scale", bool(falls), f"from {x[0]:g} to {x[-1]:g}", float(x[0] / x[-1]), "times")]
+    rises = np.flatnonzero(np.diff(x) > 0)
+    begin = int(rises[-1]) + 1 if len(rises) else 0  # of what no later step raised again
+    down = np.flatnonzero(np.diff(x[begin:]) < 0)
+    step = float(curve.steps[begin + int(down[0]) + 1]) if len(down) else float(curve.steps[-1])
+    near = " to its floor" if falls and (x[-1] <= 1 or quarter[-1] == quarter[0]) else ""
+    return [_finding("loss_scale", bool(falls), f"from {x[begin]:g} to {x[-1]:g}", step, "step", near=near)]
 
 
 def _clipping(log: Log, curves: Mapping[Role, Curve]) -> list[Finding]:
@@ -574,7 +581,7 @@ def _follows(name: str, role: Role) -> Callable[[Log, Mapping[Role, Curve]], lis
 
 
 _TESTS: tuple[Callable[[Log, Mapping[Role, Curve]], list[Finding]], ...] = (
-    _nonfinite, _size, _stuck, _jump, _one_sided, _growth, _spikes, _rewards, _entropy, _scale, _clipping, _truncation,
+    _scale, _nonfinite, _size, _stuck, _jump, _one_sided, _growth, _spikes, _rewards, _entropy, _clipping, _truncation,
     _follows("with_length", Role.LENGTH), _follows("with_staleness", Role.STALENESS),
 )  # fmt: skip
 _FAULTS = frozenset({

@@ -32,8 +32,9 @@ class Basis(StrEnum):
 
     Healthy: ``EQUAL`` to the last bit, too small to matter (``NOTHING``), nearly every token ``CERTAIN``, of the usual
     size (``ROUNDING``), or that but for tokens that ``ROUTERS`` sent elsewhere. Not known: too ``FEW`` tokens, or more
-    far ones than a mixture of experts is known to have (``FLIGHTS``). Else ``FINDINGS`` that have a name, the ``SIZE``
-    alone, ``SAMPLES`` that are not of their law; and with a model the ``CAUSE``, or which ``SIDE`` is not the model.
+    far ones than a mixture of experts is known to have (``FLIGHTS``). Not known or too large: a name is ``LIKELY`` and
+    not proven. Else ``FINDINGS`` that have a name, the ``SIZE`` alone, ``SAMPLES`` that are not of their law; and with
+    a model the ``CAUSE``, or which ``SIDE`` is not the model.
     """
 
     EQUAL = "equal"
@@ -43,6 +44,7 @@ class Basis(StrEnum):
     ROUTERS = "routers"
     FEW = "few"
     FLIGHTS = "flights"
+    LIKELY = "likely"
     FINDINGS = "findings"
     SIZE = "size"
     SAMPLES = "samples"
@@ -200,7 +202,8 @@ class Diagnosis:
     """``basis``: what the verdict rests on. ``fault``: the finding that explains the others, None unless the verdict is
     ``FAULT``. ``headline``: first line. ``why``: of a verdict that is not known, in a few words.
 
-    ``second``: another fault, in what the first does not explain. ``remarks``: habits that explain little.
+    ``second``: another fault, in what the first does not explain. ``candidates``: what a gap looks like of which no
+    name is proven, most likely first. ``remarks``: habits that explain little.
     ``decided``: the cause that a model decided for, which log-probs alone left open. ``side``: the one at fault, where
     a model told it. ``fillers``: what stood in place of log-probs, which was not compared.
     ``figures``: of the gap, by name (``runs.catalogue``'s words). ``unknown``: what could not be tested.
@@ -223,6 +226,7 @@ class Diagnosis:
     side: Which | None = None
     why: str = ""
     fillers: tuple[Filler, ...] = ()
+    candidates: tuple[Finding, ...] = ()
 
 
 class DoctorConfig(Config):

@@ -16,6 +16,7 @@ from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.facts import facts, part, usual_of
 from mantissa.doctor.fields import copied, distinct
 from mantissa.doctor.populations import seen_in_a_quarter
+from mantissa.doctor.proof import judged
 from mantissa.doctor.routers import Outliers, flights, may_be
 from mantissa.doctor.sample import SIDES, Array, Tokens, different
 from mantissa.doctor.signatures import causes, findings
@@ -59,7 +60,7 @@ def _routed(evidence: Evidence) -> Diagnosis:
     """The diagnosis, in which tokens of other experts are none of a fault."""
     dump, found = evidence.dump, _examined(evidence)
     faults = [each for each in (found.fault, found.second) if each is not None]
-    named = {each.name for each in faults}
+    named = {each.name for each in (*faults, *found.candidates)}
     few = tuple(name for name, row in facts().faults.items() if "few" in row.verdict.routers)
     dense = dump.settings.experts is False and not dump.routed
     whole = all(name in few or part(name).of in ("shape", "size") for name in named)
@@ -125,6 +126,8 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
             named = [named[0].or_else(*named[0].also, "nondeterministic")]
         elif len(shapes) == 1 and shapes[0].name == "prompt" and not _no_weights(every):
             named = [named[0].or_else("weights")]
+    held = judged(evidence, every, named)
+    named = list(held.named)
     table, fault, why = facts().faults, named[0] if named else None, None
     own = dump.settings.healthy_size is not None
     if fault is not None:
@@ -132,6 +135,11 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
         headline = words.faults(named, [not e.exact and part(e.name).of != "shape" and e.share > 0 for e in named])
         if all(part(each.name).left_out and not each.share for each in named) and figures["u_rms"] > expected.bound:
             headline += words.not_of_it(figures, expected.bound)
+    elif held.likely:
+        beyond = bool(large) or figures["u_rms"] > expected.bound
+        verdict, basis = Verdict.LARGE if beyond else Verdict.UNKNOWN, Basis.LIKELY
+        fault, why = size if beyond else None, words.unproven(held.likely, held.why)
+        headline = why.headline
     elif large:
         fault, verdict, basis = large[0], Verdict.LARGE, Basis.SIZE
         headline = words.too_large(figures, expected, own, _best(every))
@@ -140,11 +148,9 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
     else:
         verdict, basis = Verdict.HEALTHY, _healthy(figures, size)
         headline = words.healthy(basis, _sizes(figures, evidence, expected, size, len(every)), dump.framework)
-    causing = [*named, *(large[:1] if not named else ())]
+    causing = [*held.likely, *named, *(large[:1] if not named else ())]
     helping = (
-        table[large[0].name].larger
-        if large and verdict is Verdict.LARGE and (own or figures["u_rms"] > COARSEST)
-        else ()
+        table[large[0].name].larger if large and basis is Basis.SIZE and (own or figures["u_rms"] > COARSEST) else ()
     )
     remedies = helping or tuple(
         dict.fromkeys(r for each in causing for name in (each.name, *each.also) for r in table[name].remedies)
@@ -158,6 +164,7 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
         verdict, basis, headline, dump.framework, fault, tuple(replace(each, rest=None) for each in every), figures,
         remedies=remedies, unknown=words.unknown(dump, every, size, causing), notes=(*dump.mapped, *dump.notes),
         second=named[1] if len(named) > 1 else None, why=why.short if why else "", fillers=evidence.filled.fillers,
+        candidates=tuple(replace(each, rest=None) for each in held.likely),
         remarks=(*_left_out(evidence, causing, figures, expected), *_remarks(every, causing, bool(large))),
     )  # fmt: skip
 

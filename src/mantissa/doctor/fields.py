@@ -14,8 +14,9 @@ import numpy as np
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.dump import Dump, Scored
 from mantissa.doctor.evidence import Evidence, few
-from mantissa.doctor.sample import SIDES, Array, Tokens, different
+from mantissa.doctor.sample import SIDES, Array, Tokens, different, tested
 from mantissa.doctor.thresholds import FEWEST, LONG, SAME, TWICE, of
+from mantissa.doctor.values import line
 
 
 def repeated(e: Evidence, tests: int) -> Finding:
@@ -112,6 +113,63 @@ def raised(e: Evidence, tests: int) -> Finding:
             best, rest = share, own - np.logaddexp(other, np.log(added))
             said = f"the {SIDES[side]}'s probabilities are {added:.2g} above the other side's, at {share:.0%} of tokens"
     return Finding("raised", True, 0.0 if best else 1.0, best, "of tokens", b.fits, said, rest=rest)
+
+
+def smoothed(e: Evidence, tests: int) -> Finding:
+    """A training loss with label smoothing in place of log-probs: y = (1 - eps) x + eps m, m the mean of log p over the
+    vocabulary; or y = log((1 - eps) p + eps / V).
+
+    The first is a line in x, as under a temperature; but where a temperature leaves log-probs as they are, at minus the
+    entropy, that is above -log V, and m is below it.
+    """
+    t, b = e.clean.telling, of("smoothed")
+    if t.units < FEWEST or len(t.x) < b.fewest:
+        return few("smoothed", t.units)
+    words = float(np.log(1 + int(e.texts.max(initial=1))))
+    made = Finding("smoothed", True, 1.0, 0.0, "eps", b.least, "no side has a smoothed loss", rest=e.clean.d)
+    for side, own, other in ((0, t.x, t.y), (1, t.y, t.x)):
+        whole = (e.clean.x, e.clean.y)[1 - side]
+        sign = 1.0 if side else -1.0
+        for p, eps, fitted in (
+            _smoothed_loss(t.unit, own, other, whole, words, tests),
+            _smoothed_p(own, other, whole, words),
+        ):
+            rest = e.clean.d - sign * (fitted - whole)
+            share = e.explained(rest)
+            if eps >= b.least and share > max(b.share, made.share) and p < made.p:
+                said = f"the {SIDES[side]}'s are (1 - eps) of the other's and eps of the vocabulary's, eps = {eps:.2g}"
+                made = replace(made, p=p, effect=eps, said=said, rest=rest, share=share)
+    return made
+
+
+def _smoothed_loss(
+    unit: Array, own: Array, other: Array, whole: Array, words: float, tests: int
+) -> tuple[float, float, Array]:
+    """p, eps and what all log-probs ``whole`` would be, of a line whose fixed point lies below -log V."""
+    b = of("smoothed")
+    sums, slope, explained = line(unit, own - other, other)
+    total = sums.sum(0)
+    eps = -float(slope(total))
+    level = float((own - other).mean() + eps * other.mean())
+    if not 0 < eps < b.most or level / eps > -words:
+        return 1.0, 0.0, whole
+    found = tested(sums, explained, b.line, tests)
+    return found.p, eps, whole + level - eps * whole
+
+
+def _smoothed_p(own: Array, other: Array, whole: Array, words: float) -> tuple[float, float, Array]:
+    """As above, of probabilities: what likely tokens lose, and what rare ones gain."""
+    b = of("smoothed")
+    likely, rare = other > b.likely, np.argsort(other, kind="stable")[: max(b.fewest, len(other) // 10)]
+    if likely.sum() < b.fewest:
+        return 1.0, 0.0, whole
+    kept = float(np.median(np.exp(own[likely] - other[likely])))
+    gained = float(np.median(np.exp(own[rare]) - kept * np.exp(other[rare])))
+    kept -= float(np.median(gained / np.exp(other[likely])))  # of likely tokens' gain
+    eps = 1 - kept
+    if not (0 < eps < b.most and 0 < gained <= b.near * eps * np.exp(-words)):
+        return 1.0, 0.0, whole
+    return 0.0, eps, np.logaddexp(whole + np.log(kept), np.log(gained))
 
 
 def clamped(e: Evidence, tests: int) -> Finding:

@@ -100,6 +100,7 @@ class Table(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     programs: dict[str, Program]
+    loss_scales: tuple[str, ...]
     marks: dict[Role, Mark]
     faults: dict[str, Shown]
 
@@ -357,6 +358,7 @@ def _csv(path: Path, heap: _Heap) -> tuple[str, ...]:
 _CONSOLE = re.compile(rb"\bstep:(\d{1,15}) - ")
 _PIECE = re.compile(r"([^\s:]{1,200}):(?:np\.\w{1,20}\()?([-+]?(?:\d[\d.eE+-]{0,40}|nan|inf))\)?")
 _BEFORE = re.compile(rb"\b(step|rollout|perf) (\d{1,15}): $")
+_SCALE = re.compile(rb"\bloss scale: ?[\d.eE+]{1,40}, reducing to ([\d.eE+]{1,40})|\| loss scale: ?([\d.eE+]{1,40}) \|")
 _LONGEST_LINE = 1 << 17  # bytes: a hundred figures are a twentieth of it
 _ENTRY = re.compile(r"'([^']{1,200})': '?(?:np\.\w{1,20}\()?([-+]?(?:\d[\d.eE+-]{0,40}|nan|inf))\)?'?(?=[,}])")
 
@@ -376,6 +378,8 @@ def _text(path: Path, heap: _Heap) -> tuple[str, ...]:
             before = _BEFORE.search(line[max(0, start - 40) : start])
             step = before[2] if before else None
             entries = {piece[1]: piece[2] for piece in _ENTRY.finditer(line[start:].decode("utf-8", "replace"))}
+        elif scale := _SCALE.search(line):  # DeepSpeed's word at an overflow, Megatron's at each iteration
+            entries = {"loss_scale": (scale[1] or scale[2]).decode()}
         else:
             continue
         if entries and before is not None and before[1] != b"step":  # slime counts rollouts apart from steps
@@ -410,6 +414,9 @@ def _found(heap: _Heap, program: str | None, mapping: Mapping[str, str], notes: 
         by_name.setdefault(_plain(name), []).append(name)
     whose = program if program in table().programs else _whose(heap.path, by_name, bool(mapping))
     chosen = {role: name for role, name in table().programs[whose].names.items() if _plain(name) in by_name}
+    scales = [name for name in table().loss_scales if _plain(name) in by_name]
+    if scales:
+        chosen.setdefault(Role.LOSS_SCALE, scales[0])
     chosen |= _mapped(heap, mapping)
     curves = {}
     for role, name in chosen.items():
@@ -442,7 +449,7 @@ def _whose(path: Path, by_name: Mapping[str, list[str]], mapped: bool) -> str:
         if rivals:
             raise MantissaError(f"{path}: names of {best} and of {rivals[0]} alike; say which by --from")
         return best
-    if all_[best] or mapped:
+    if all_[best] or mapped or any(_plain(name) in by_name for name in table().loss_scales):
         return "trainer"
     raise MantissaError(f"{path}: no figure that is known; {_there(by_name)}")
 

@@ -64,6 +64,7 @@ def as_row(diagnosis: Diagnosis) -> dict[str, Any]:
 
     row = asdict(diagnosis)
     row["fault"] = None if diagnosis.fault is None else diagnosis.fault.name
+    row["candidates"] = [each.name for each in diagnosis.candidates]
     row["verdict"] = diagnosis.verdict.value
     row["decided"], row["routers"] = words.decided(diagnosis), diagnosis.basis is Basis.ROUTERS
     row["unknown"] = [each.said for each in diagnosis.unknown]
@@ -73,8 +74,8 @@ def as_row(diagnosis: Diagnosis) -> dict[str, Any]:
 def _blocks(dump: Dump, diagnosis: Diagnosis, tokens: Tokens, with_model: Sequence[Block]) -> list[Block]:
     f, table_of = diagnosis.figures, facts()
     rows: list[tuple[Any, ...]]
-    by_model = diagnosis.basis in (Basis.CAUSE, Basis.SIDE)
-    lines = [] if diagnosis.fault is None or by_model else [table_of.faults[diagnosis.fault.name].means]
+    unnamed = diagnosis.basis in (Basis.CAUSE, Basis.SIDE, Basis.LIKELY)
+    lines = [] if diagnosis.fault is None or unnamed else [table_of.faults[diagnosis.fault.name].means]
     blocks = [
         Heading(f"Doctor: {dump.path.name}", 1),
         Sentence(f"{f['tokens']:,} tokens of {f['sequences']:,} sequences ({dump.whose}). d = log-prob "

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mantissa.doctor import changes, fields, locations, populations, rules, shape, values
+from mantissa.doctor import batches, changes, fields, locations, populations, rules, shape, values
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence, Test, untested
 from mantissa.doctor.facts import part
@@ -48,6 +48,7 @@ SIGNATURES: dict[str, Test] = {
     "rows": values.rows,
     "argmax": values.argmax,
     "raised": fields.raised,
+    "smoothed": fields.smoothed,
     "min_tokens": rules.min_tokens,
     "support": values.support,
     "temperature": values.temperature,
@@ -57,7 +58,9 @@ SIGNATURES: dict[str, Test] = {
     "logit_bias": rules.logit_bias,
     "end_token": locations.end_token,
     "first_token": locations.edge("first_token", "first"),
+    "capacity": batches.capacity,
     "padding": locations.padding,
+    "turn": batches.turn,
     "onset": locations.onset,
     "mid_sequence": changes.mid_sequence,
     "stale": locations.stale,

@@ -52,6 +52,24 @@ BLIND = 10.0  # times the usual: a sample that would not show so much says nothi
 HEALTHY_SEQUENCES, HEALTHY_TOKENS = 2 * FEWEST, 64  # for a verdict where nothing is found
 SINGLE = (3.0, 0.5)  # times the usual, with single tokens; of which more than so are neither first nor last
 
+# what a name needs (proof.py); by four sets of dumps of other hands, each left out in turn
+ALONE = ("end_token", "first_token", "turn", "onset", "padding", "capacity")  # the others are healthy
+MOST_OF_IT = 0.75  # of sum d^2, that such a place holds: right ones held 0.89 and more, wrong ones 0.24 to 0.69
+BY_SIGN = ("support", "logit_bias", "min_tokens")  # laws that claim a sign
+SURELY_LAW = 0.01  # their p: wrong ones had 0.03, right ones 0.002
+NEAR = 0.9  # of the gap: a line or a curve that explains so much is as good as the law
+IN_CONTEXT = (
+    5.0  # standard errors, of how words of one context move with their log-prob: laws have up to 2.2 (one of 4)
+)
+SAME_ODDS = 0.15  # of the median change of a word's odds, the quartiles' distance
+APART = 4.0  # times: the padded prompts' sizes over the longest's
+BY_LENGTH = 0.4  # rank correlation of sequences' sizes with their prompts' lengths
+FIRST_ONES = 0.75  # of the tokens at whose beginning an end is ruled out: half of those that differ lie before
+ZEROS = 0.95  # of the tokens beyond the usual, exactly 0 on one side: cut laws have up to 0.87
+RELATED = 0.5  # correlation of both sides' log-probs: dropout leaves 0.7
+VAGUE = ("position", "single_tokens", "experts")  # places that are no rival: they are there beside others
+ANYWHERE = ("mid_sequence", "some_sequences", "position", "onset")  # what tokens that are one place apart look like
+
 # a law that one side's samples obey and the other's log-probs do not (rules.py)
 ONE_SIDED = (2.0, 8.0, 0.125)  # far: times the usual, or times the size of the rarer sign's, and of the usual at least
 COUNTED = 1.5  # nats: of what differs by more, one sign alone is likely

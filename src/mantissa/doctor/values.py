@@ -359,9 +359,7 @@ def argmax(e: Evidence, tests: int) -> Finding:
     return Finding("argmax", True, p, share, "of tokens", b.far, said, rest=rest)
 
 
-def _line(
-    unit: Array, value: Array, against: Array
-) -> tuple[Array, Callable[[Array], Array], Callable[[Array], Array]]:
+def line(unit: Array, value: Array, against: Array) -> tuple[Array, Callable[[Array], Array], Callable[[Array], Array]]:
     """Sums for value = a + b against; figures b and R^2 of them."""
     sums = sums_by(unit, np.ones_like(value), against, against**2, value, value**2, value * against)
 
@@ -381,7 +379,7 @@ def _line(
     return sums, slope, explained
 
 
-class _Pairs:
+class Pairs:
     """How differences between two words of one context go over from the rollout to the learner.
 
     ``scale``: c of dy = c dx. ``line``: the share of sum (dy - dx)^2 that it explains; ``bend``: that of a cubic.
@@ -432,14 +430,14 @@ def _how_scaled(e: Evidence, tests: int) -> _Scaled:
     whole, bounds, bend = e.clean.telling, of("temperature"), of("soft_cap")
     t = whole.where((whole.left > 0) & (whole.position > 0))
     m, all_m = (t.x + t.y) / 2, (e.clean.x + e.clean.y) / 2
-    sums, slope, _ = _line(t.unit, t.d, m)
+    sums, slope, _ = line(t.unit, t.d, m)
     b = float(slope(sums.sum(0)))
     ratio = (1 + b / 2) / max(1 - b / 2, 1e-3)  # d = b m with m = (x + y) / 2
-    sums, _, explained = _line(t.unit, t.u, m)
+    sums, _, explained = line(t.unit, t.u, m)
     share = tested(sums, explained, bounds.line, tests)
-    rest = e.clean.d - (_cubic(m, t.d, np.clip(all_m, m.min(), m.max())) if len(m) > 20 else 0.0)
+    rest = e.clean.d - (cubic(m, t.d, np.clip(all_m, m.min(), m.max())) if len(m) > 20 else 0.0)
     said = f"a line explains {share.value:.0%}"
-    pairs = _Pairs(e)
+    pairs = Pairs(e)
     if not pairs.enough:
         together = float(np.corrcoef(t.x, t.y)[0, 1]) if len(m) > 2 and t.x.std() and t.y.std() else 0.0
         kind = _Scaling.EITHER if abs(b) > bounds.slope and together > bounds.together else _Scaling.NOTHING
@@ -459,7 +457,7 @@ def _how_scaled(e: Evidence, tests: int) -> _Scaled:
     return kind, found, pairs.scale, f"{words}, {pairs.line:.0%} explained", rest
 
 
-def _cubic(x: Array, y: Array, at: Array) -> Array:
+def cubic(x: Array, y: Array, at: Array) -> Array:
     """Values at ``at`` of the cubic in x that fits y best; of the smallest coefficients where x has few values."""
     middle, half = (x.max() + x.min()) / 2, max((x.max() - x.min()) / 2, 1e-9)
     columns, wanted = (np.stack([((z - middle) / half) ** k for k in range(4)], 1) for z in (x, at))
@@ -520,7 +518,7 @@ def support(e: Evidence, tests: int) -> Finding:
     side = "rollout" if down else "learner"
     square = np.sort(t.u**2)[::-1]
     alone = float(square[: max(1, len(square) // 50)].sum()) > b.alone * float(square.sum())  # it is of single tokens
-    pairs = _Pairs(e)
+    pairs = Pairs(e)
     size = float(np.sqrt(np.square(t.d).mean()))
     constant = not pairs.enough or pairs.moved < max(b.words[0] * e.usual, b.words[1] * size)
     said = f"{share.value:.0%} of the squared difference has one sign: the {side}'s probabilities are the larger"

@@ -37,6 +37,8 @@ def first_line(found: Diagnosis) -> str:
         if may_be_copied(found.framework):
             return "Both sides are equal: exact kernels do that, and so does a copy of one side."
         return "Healthy: both sides are equal."
+    if found.basis is Basis.LIKELY and found.verdict is Verdict.LARGE:
+        return f"Something is wrong: {found.why}."
     if found.verdict is Verdict.UNKNOWN:
         return f"I cannot tell: {found.why}."
     if found.verdict is Verdict.LARGE:
@@ -212,6 +214,18 @@ def certain(telling: int, tokens: int) -> Why:
     """Where nearly every token is certain, and the differences are large."""
     near = f"all but {telling:,} of {tokens:,} tokens are certain"
     return Why(f"{near}, and their differences are larger than rounding makes")
+
+
+def unproven(likely: Sequence[Finding], why: str) -> Why:
+    """What a gap looks like, most likely first, and ``why`` that is not proven; what is known exactly is said so."""
+    first, *others = likely
+    named, like = titled(first), "; or ".join(titled(each) for each in others)
+    if first.exact:
+        more = f"; what explains both is not known{', it looks like ' * bool(like)}{like}"
+        return Why(f"{named}, and more than that", f" ({first.said}): {why}{more}")
+    share = f", which would explain {first.share:.0%} of the squared gap" if first.share else ""
+    return Why(f"it looks like this, and it is not proven: {named}",
+               f"{share} ({first.said}); {why}{'; or ' * bool(like)}{like}")  # fmt: skip
 
 
 def flights(few: bool, any_beyond: bool, beyond: str, quiet: float, routed: bool) -> Why:

@@ -1,0 +1,144 @@
+"""A name is said where its evidence excludes what else fits, and is else what the gap looks like."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import dumps
+from mantissa.doctor.diagnosis import Basis, Diagnosis, Verdict
+from mantissa.doctor.dump import Scored
+from mantissa.doctor.examine import examine
+from mantissa.doctor.words import first_line
+
+WORDS = 30
+Law = Callable[[np.ndarray, np.random.Generator], np.ndarray]
+
+
+@functools.cache
+def contexts(prompts: int, samples: int, length: int) -> list[tuple[int, list[int], list[np.ndarray]]]:
+    """(prompt, tokens, the log-probs of all words at each) of samples of a softmax policy."""
+    draw, known = np.random.default_rng(1), dict[tuple[int, ...], np.ndarray]()
+    made = []
+    for group in np.repeat(np.arange(prompts), samples).tolist():
+        tokens, laws = list[int](), list[np.ndarray]()
+        for _ in range(length):
+            key = (group, *tokens)
+            if key not in known:
+                known[key] = normal(draw.normal(0, 2, WORDS))
+            laws.append(known[key])
+            tokens.append(int(np.searchsorted(np.exp(laws[-1]).cumsum(), draw.random() * (1 - 1e-9))))
+        made.append((group, tokens, laws))
+    return made
+
+
+def rolled(law: Law, prompts: int = 16, samples: int = 4, length: int = 24) -> list[Scored]:
+    """Samples of a softmax policy over ``WORDS`` words; the learner's are ``law`` of these, and noise."""
+    noise, known = np.random.default_rng(2), dict[int, np.ndarray]()
+    made = []
+    for group, tokens, laws in contexts(prompts, samples, length):
+        for x in laws:
+            if id(x) not in known:
+                known[id(x)] = law(normal(x + 0.01 * noise.normal(0, 1, WORDS)), noise)
+        one, other = (np.array([row[token] for row, token in zip(rows, tokens, strict=True)])
+                      for rows in (laws, [known[id(x)] for x in laws]))  # fmt: skip
+        made.append(Scored(np.array([1, 2, 3, *tokens]), 3, one, other, np.ones(length, dtype=bool), group=group))
+    return made
+
+
+def told(rows: list[Scored], experts: bool = False) -> Diagnosis:
+    return examine(dumps.dump_of(rows, rollout_format="bf16", learner_format="bf16", experts=experts, temperature=1.0))
+
+
+def normal(x: np.ndarray) -> np.ndarray:
+    return x - np.logaddexp.reduce(x)
+
+
+def biased(x: np.ndarray, by: np.ndarray) -> np.ndarray:
+    return normal(x + np.where(np.arange(WORDS) < 2, by, 0.0))
+
+
+def unlike(number: int, x: np.ndarray, by: float, where: np.ndarray) -> np.ndarray:
+    """Log-odds that are moved to one side or the other by noise of this size, at some tokens."""
+    odds = x - np.log(-np.expm1(x)) + by * np.where(where, np.random.default_rng(number).normal(0, 1, len(x)), 0.0)
+    return -np.logaddexp(0, -odds)
+
+
+LAWS: dict[str, tuple[str, Law]] = {
+    "a smoothed loss": ("smoothed", lambda x, draw: 0.9 * x + 0.1 * x.mean()),
+    "smoothed probabilities": ("smoothed", lambda x, draw: np.log(0.8 * np.exp(x) + 0.2 / WORDS)),
+    "a temperature": ("temperature", lambda x, draw: normal(0.7 * x)),
+    "more words than the other's": ("support", lambda x, draw: x - draw.uniform(0.1, 0.9)),
+    "a bias": ("logit_bias", lambda x, draw: biased(x, np.full(WORDS, -2.0))),
+}
+
+
+@pytest.mark.parametrize("side", ["learner", "rollout"])
+@pytest.mark.parametrize("name", LAWS)
+def test_a_law_is_named_and_no_other_that_fits_as_well(name: str, side: str) -> None:
+    wanted, law = LAWS[name]
+    rows = rolled(law)
+    if side == "rollout":
+        rows = [dataclasses.replace(s, rollout_logp=s.learner_logp, learner_logp=s.rollout_logp) for s in rows]
+    found = told(rows)
+    assert found.fault is not None, found.headline
+    assert (found.verdict, found.fault.name, found.candidates) == (Verdict.FAULT, wanted, ()), found.headline
+
+
+def test_words_that_move_by_another_factor_in_each_context_are_no_bias() -> None:
+    found = told(rolled(lambda x, draw: biased(x, -draw.uniform(1, 12, WORDS))))
+    assert (found.verdict, found.basis, found.candidates[0].name) == (Verdict.LARGE, Basis.LIKELY, "logit_bias")
+    assert "not proven" in first_line(found)
+    assert "another factor" in found.headline
+
+
+def plain(x: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+    return x
+
+
+def changed(change: Callable[[int, Scored], np.ndarray], mask: np.ndarray | None = None) -> list[Scored]:
+    return [dataclasses.replace(s, learner_logp=change(number, s), mask=s.mask if mask is None else mask)
+            for number, s in enumerate(rolled(plain))]  # fmt: skip
+
+
+def test_tokens_that_one_side_lacks_are_not_all_where_the_others_differ_too() -> None:
+    rounded, noisy = rolled(plain), rolled(lambda x, draw: normal(x + draw.normal(0, 1, WORDS)))
+    alone, found = (told([dataclasses.replace(s, learner_logp=np.where(np.arange(24) % 8 == n % 8, 0.0, s.learner_logp))
+                          for n, s in enumerate(rows)]) for rows in (rounded, noisy))  # fmt: skip
+    assert alone.fault is not None
+    assert (alone.verdict, alone.fault.name) == (Verdict.FAULT, "unscored"), alone.headline
+    assert (found.verdict, found.basis, found.candidates[0].name) == (Verdict.LARGE, Basis.LIKELY, "unscored")
+    assert "scored on one side only" in found.headline
+    assert "does not explain" in found.headline
+
+
+TURN = np.ones(24, dtype=bool)
+TURN[8:11] = False
+
+
+@pytest.mark.parametrize("end", [24, 13], ids=["from there on", "at the border"])
+def test_a_fault_that_begins_with_the_second_turn(end: int) -> None:
+    """Where the tools' answers stand at other places in each sequence, as they do."""
+    rows = []
+    for number, s in enumerate(rolled(plain)):
+        by = number % 3
+        at = (np.arange(24) >= 11 + by) & (np.arange(24) < end + by)
+        rows.append(
+            dataclasses.replace(s, learner_logp=unlike(number, s.learner_logp, 2.0, at), mask=np.roll(TURN, by))
+        )
+    found = told(rows)
+    assert found.fault is not None, found.headline
+    assert (found.verdict, found.fault.name) == (Verdict.FAULT, "turn"), found.headline
+    assert told(changed(lambda n, s: s.learner_logp, TURN)).verdict is Verdict.HEALTHY
+
+
+@pytest.mark.parametrize("experts", [True, False])
+def test_experts_that_are_full_at_the_end_of_each_batch(experts: bool) -> None:
+    found = told(changed(lambda n, s: unlike(n, s.learner_logp, 2.0, np.full(24, n % 16 >= 7))), experts)
+    names = {found.fault.name, *found.fault.also} if found.fault is not None else set()
+    assert ("capacity" in names) is experts, found.headline
+    assert found.verdict is not Verdict.HEALTHY
