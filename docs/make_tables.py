@@ -436,7 +436,7 @@ def waltz() -> str:
 COMMAND_PAGES = {
     "recipes": "recipes.md", "train": "recipes.md", "lab": "lab.md", "bench": "guide.md", "gap": "gap.md",
     "doctor": "doctor.md", "metrics": "metrics.md", "precision": "guide.md", "tune": "guide.md", "guard": "rollback.md",
-    "fitness": "guide.md", "weights": "weights.md",
+    "fitness": "guide.md", "weights": "proof.md", "certify": "proof.md", "tokens": "proof.md",
     "launch": "cluster.md", "check": "check.md", "check-verl": "cluster.md", "serve": "vllm.md",
     "evolve": "evolution.md",
     "worldmodel": "evolution.md", "sample": "models.md", "demo": "start/laptop.md", "replay": "exactness.md",
@@ -454,6 +454,23 @@ def commands() -> str:
             linked = f"[`mantissa {name}`]({page})" if page else f"`mantissa {name}`"
             lines.append(["" if i else group, linked, line])
     return table(("to", "command", "what it does"), lines)
+
+
+# proof.md
+
+
+def statements() -> str:
+    """The fields of a certificate that a check does not compute again."""
+    from mantissa.bench.certificate import STATEMENTS
+
+    return table(("field", "it says"), [[f"`{name}`", said] for name, said in STATEMENTS.items()])
+
+
+def borders() -> str:
+    """What lies where tokens part."""
+    from mantissa.model.turns import MEANINGS
+
+    return table(("border", "what happens there"), [[str(border), said] for border, said in MEANINGS.items()])
 
 
 # evolution.md
@@ -497,6 +514,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "exactness.md": {"exact_cost": exact_cost, "gpu_exact": gpu_exact},
     "adopt.md": {"adopt_cost": adopt_cost, "adopt_gpu": adopt_gpu},
     "gap.md": {"figures": gap_figures, "measured": measured_gap, "switches": switches},
+    "proof.md": {"statements": statements, "borders": borders},
     "precision.md": {"gap_formats": gap_formats, "gap_experts": gap_experts},
     "figures.md": {
         "native_bf16": native_bf16,

@@ -58,7 +58,7 @@ ELSEWHERE = {  # tests of their own; of a real model's size; or what scripts sha
 
 # Cases that want a policy, and get one of the smallest kind; and those of what no test has here: another's environment,
 # a network, a real model's size. Some have tests of their own below.
-OF_A_MODEL = {"doctor_confusion"}
+OF_A_MODEL = {"doctor_confusion", "proof"}
 NOT_HERE = {"doctor_healthy", "doctor_hands", "doctor_jobs"}
 
 
