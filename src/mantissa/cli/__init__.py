@@ -19,6 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from mantissa import __version__
 from mantissa.base.bounds import boundary
+from mantissa.base.budget import spending
 from mantissa.base.environ import Heartbeat, spin_briefly
 from mantissa.base.errors import MantissaError, missing, printable, say, visible
 from mantissa.base.hub import HUB, find_model
@@ -219,6 +220,10 @@ class Commands(TyperGroup):
 
     listed: ClassVar[dict[str, dict[str, str]]] = GROUPS | _OTHERS
     _listing = False
+
+    def invoke(self, ctx: Any) -> Any:
+        with spending():  # one budget for whatever the command reads
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [name for lines in self.listed.values() for name in lines]

@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mantissa.base.bounds import LARGEST_SIZE, boundary, finished, memory_limit, number, time_limit
+from mantissa.base.bounds import LARGEST_SIZE, boundary, number
+from mantissa.base.budget import call, memory
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import DIGESTS, write_atomically
 from mantissa.base.hub import find_model, read_object
@@ -140,9 +141,13 @@ class Tokenizer:
             )
         messages = [dict(message) for message in prompt]
         with boundary("tokenizer: its chat template refuses these messages", "mend the template or the messages"):
-            with time_limit(_TEMPLATE_S), memory_limit(_TEMPLATE_BYTES):
-                text = self.backend.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            with memory(_TEMPLATE_BYTES):
+                text = call(lambda: self._rendered(messages), _TEMPLATE_S)
             return self._ids(text)
+
+    def _rendered(self, messages: list[dict[str, str]]) -> str:
+        text: str = self.backend.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return text
 
     def require_fit(self, embeddings: int) -> None:
         """``MantissaError`` unless every id of this tokenizer has a row in a table of ``embeddings`` rows."""
@@ -303,10 +308,10 @@ def _repeats(part: Any) -> bool:
     return any(set("*+{") & set(expression) for expression in expressions)
 
 
-def _in_time(length: int, call: Callable[[], T]) -> T:
-    """``call()``, which may meet a regular expression that takes hours, in Rust, where neither a signal nor
-    ``time_limit`` reaches. Not for every call: a thread takes longer than most texts do."""
-    return finished(_MOST_S + length / _SLOWEST, call)
+def _in_time(length: int, function: Callable[[], T]) -> T:
+    """``function()``, which may meet a regular expression that takes hours, in Rust. Not for every call: a thread takes
+    longer than most texts do."""
+    return call(function, _MOST_S + length / _SLOWEST)
 
 
 def _lost_bytes(backend: Any) -> frozenset[int]:
