@@ -318,7 +318,9 @@ def lab(kills: int) -> Command:
             rows |= {f"{cell} {key}": value for key, value in run.items() if key != "config.yaml"}
         return rows
 
-    return Command("lab", kills, lambda folder: ["lab", "try.yaml"], found, kept, prepare=prepare, inside=True)
+    return Command(
+        "lab", kills, lambda folder: ["lab", "try.yaml", "--exploratory"], found, kept, prepare=prepare, inside=True
+    )
 
 
 # what reads alone

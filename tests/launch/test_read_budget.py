@@ -36,7 +36,7 @@ def test_a_variable_used_without_end(tmp_path: Path) -> None:
     path = tmp_path / "train.sh"
     path.write_text("V=" + "x" * 99_000 + "\nrun a.b=1 " + "$V " * 1_000)
     for read in (check_verl, read_settings):
-        with pytest.raises(MantissaError, match="makes more than 16,000,000 characters"):
+        with pytest.raises(MantissaError, match="more than 16,000,000 bytes in memory"):
             read([str(path)])
 
 

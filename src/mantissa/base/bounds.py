@@ -1,27 +1,21 @@
 """What keeps hostile or broken input from becoming a traceback, a hang or a full memory: one place for each.
 
 ``boundary`` surrounds the parsing of what others wrote (a recipe, a data file, a model's folder, a checkpoint, a chat
-template): whatever it raises becomes one ``MantissaError``. ``time_limit`` ends Python code that does not end by
-itself; ``finished`` does not wait for a library's call that does not. ``memory_limit`` bounds what a library makes of
-what it reads; ``require_memory`` compares a bill with the machine before anything is built. ``number`` is the range of
-one.
+template): whatever it raises becomes one ``MantissaError``. ``require_memory`` compares a bill with the machine before
+anything is built. ``number`` is the range of one. What reading may cost is in ``budget``.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 import resource
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from mantissa.base.errors import MantissaError
 
-T = TypeVar("T")
-MADE = 1 << 30  # bytes that reading one thing may make
 LARGEST_SIZE = 2**31 - 1  # of anything that is counted: steps, tokens, problems, layers
 LARGEST_SEED = 2**63 - 1
 MOST_LAYERS = 10_000  # each is some twenty objects to make before there is a bill
@@ -54,77 +48,6 @@ def describe_error(error: BaseException) -> str:
     return text if isinstance(error, OSError) else f"{kind}: {text}" if text else kind
 
 
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """``TimeoutError`` in the block after ``seconds`` of it, in whichever thread; no single call into C."""
-    thread, lock, running = threading.get_ident(), threading.Lock(), True
-
-    def end(exception: Any) -> None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception)
-
-    def late() -> None:
-        with lock:
-            if running:
-                end(ctypes.py_object(TimeoutError))
-
-    timer = threading.Timer(seconds, late)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    except TimeoutError:
-        raise TimeoutError(f"took longer than {seconds:g} s") from None
-    finally:
-        with lock:
-            running = False
-        end(None)  # where it came too late to be raised inside
-        timer.cancel()
-
-
-def finished(seconds: float, call: Callable[[], T]) -> T:
-    """What ``call`` gives, in a thread of its own; ``TimeoutError`` after ``seconds``, inside a call into C too.
-
-    The thread is then left behind, at work; it ends with the process. The call must let other threads go on.
-    """
-    got: list[T] = []
-    raised: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            got.append(call())
-        except BaseException as error:  # noqa: BLE001 - raised again below; a Rust library's panic is no Exception
-            raised.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if raised:
-        raise raised[0]
-    if not got:
-        raise TimeoutError(f"took longer than {seconds:g} s")
-    return got[0]
-
-
-@contextmanager
-def memory_limit(most: int = MADE) -> Iterator[None]:
-    """``MemoryError`` in the block where it would take more than ``most`` bytes of address space beyond what there is,
-    whichever library asks for it.
-
-    In the main thread alone, since the limit is the whole process's and its other threads may be at work.
-    """
-    taken = address_space()
-    if taken is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before, hard = resource.getrlimit(resource.RLIMIT_AS)
-    bounds = [each for each in (taken + most, before, hard) if each != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min(bounds), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (before, hard))
-
-
 def address_space() -> int | None:
     """Bytes of address space that this process has taken; None where the system does not say."""
     try:
@@ -149,7 +72,9 @@ def available_memory() -> int | None:
         return None
     group = Path("/sys/fs/cgroup")
     try:
-        return min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        most, taken = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return min(free, most - taken + int(kept.get("inactive_file", 0)))  # of files, which the kernel gives up
     except (OSError, ValueError):  # no such group, or no limit ("max")
         return free
 

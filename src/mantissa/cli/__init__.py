@@ -19,6 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from mantissa import __version__
 from mantissa.base.bounds import boundary
+from mantissa.base.budget import spending
 from mantissa.base.environ import Heartbeat, spin_briefly
 from mantissa.base.errors import MantissaError, missing, printable, say, visible
 from mantissa.base.hub import HUB, find_model
@@ -220,6 +221,10 @@ class Commands(TyperGroup):
     """The commands above; a command's module is imported when it is the one that is used."""
 
     listed: ClassVar[dict[str, dict[str, str]]] = GROUPS | _OTHERS
+
+    def invoke(self, ctx: Any) -> Any:
+        with spending():  # one budget for whatever the command reads
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [name for lines in self.listed.values() for name in lines]

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mantissa.base.bounds import address_space, boundary
+from mantissa.base.budget import spending
 from mantissa.base.errors import MantissaError, missing
 from mantissa.base.readers.json import parse_json
 from mantissa.tasks.sandbox import jail
@@ -60,7 +61,8 @@ def main() -> None:
     try:
         read = _reader(reader, Path(path))
         confine(**parse_json(limits))
-        found = read(Path(path), framework or None, *more)
+        with spending():
+            found = read(Path(path), framework or None, *more)
         with boundary(path, _WHY):
             header, arrays = _message(found)
     except MantissaError as error:

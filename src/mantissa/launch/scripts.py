@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mantissa.base.bounds import boundary, regular_file
+from mantissa.base.budget import Budget, require_size
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.limits import Limits
 from mantissa.base.readers.toml import read_toml
@@ -50,20 +51,9 @@ _NAMES_A_CONFIG = ("config", "config-path", "config_path")
 _VERL = {"words": ["verl.trainer.main_ppo", "verl.trainer"], "keys": ["actor_rollout_ref"]}
 
 
-class Budget:
-    """What reading one command's files may make: a few lines can ask for any amount. ``spend`` raises
-    ``MantissaError``."""
-
-    def __init__(self) -> None:
-        self._left = {"characters": _MADE, "files": _FILES}
-
-    def spend(self, what: str, count: int = 1) -> None:
-        """Take ``count`` ``characters`` or ``files``."""
-        self._left[what] -= count
-        if self._left[what] < 0:
-            most = {"characters": _MADE, "files": _FILES}[what]
-            raise MantissaError(f"this makes more than {most:,} {what}, names and variables written out; give the part "
-                                "that sets something")  # fmt: skip
+def _budget() -> Budget:
+    """Of one command's scripts, whose names and variables are written out: a few lines can ask for any amount."""
+    return Budget(files=_FILES, made=_MADE, times=0)
 
 
 @dataclass
@@ -79,7 +69,7 @@ class Given:
     notes: list[str] = field(default_factory=list)
     partial: bool = False
     shell: list[Path] = field(default_factory=list)
-    budget: Budget = field(default_factory=Budget)
+    budget: Budget = field(default_factory=_budget)
     asked: frozenset[str] | None = None
 
     def has(self, key: str) -> bool:
@@ -118,10 +108,7 @@ def _read_file(path: Path, found: Given, classes: Sequence[str]) -> None:
         raise MantissaError(f"{path}: no such file; expected a script, a configuration, or key=value")
     if not regular_file(path):
         raise MantissaError(f"{path}: expected a file")
-    if path.stat().st_size > _LARGEST:
-        raise MantissaError(
-            f"{path}: {path.stat().st_size:,} bytes; a script or configuration has at most {_LARGEST:,}"
-        )
+    require_size(path, _LARGEST)
     if path.suffix in _CONFIGS:
         read_config(path, found)
     elif path.suffix == ".py":
@@ -134,7 +121,7 @@ def _read_file(path: Path, found: Given, classes: Sequence[str]) -> None:
 def read_config(path: Path, found: Given, inside: tuple[Path, ...] = ()) -> None:
     """The leaves of a configuration, put into ``found``; W&B's without what it puts around each value. ``inside``: the
     files that build on this one, which is read before them. ``MantissaError`` for what is no configuration."""
-    found.budget.spend("files")
+    found.budget.draw("files", 1, path)
     tree = read_toml(path, _CONFIG) if path.suffix == ".toml" else read_yaml(path, _CONFIG)
     if not isinstance(tree, Mapping):
         raise MantissaError(
@@ -197,7 +184,7 @@ def _put_in(key: str, value: str, settings: Mapping[str, str]) -> str:
 
 def _read_shell(path: Path, found: Given, inside: tuple[Path, ...] = ()) -> None:
     """``inside``: the scripts that call this one, which is read before them."""
-    found.budget.spend("files")
+    found.budget.draw("files", 1, path)
     words = script_words(path, found.budget)
     named = list(itertools.pairwise([*words, ""]))
     for before, word in itertools.pairwise(["", *words]):
@@ -296,7 +283,7 @@ def _bounded(value: Any, budget: Budget) -> Any:
     size = _written(value, {})
     if size > _LONGEST:
         return _UNKNOWN
-    budget.spend("characters", size)
+    budget.draw("made", size, "a constant")
     return value
 
 
@@ -397,12 +384,12 @@ def read_overrides(arguments: Sequence[str]) -> Words:
 
 def script_words(path: Path, budget: Budget | None = None) -> list[str]:
     """The words of a shell script, variables put in where they are known, comments left out."""
-    budget = budget or Budget()
+    budget = budget or _budget()
     variables: dict[str, str] = {}
     words = []
     for word in _split(path):
         word = _expanded(word, variables)
-        budget.spend("characters", len(word))
+        budget.draw("made", len(word), path)
         if match := _VARIABLE.fullmatch(word):
             variables[match[1]] = match[2].lstrip("(")
         words.append(word)

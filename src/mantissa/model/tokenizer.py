@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mantissa.base.bounds import LARGEST_SIZE, boundary, finished, memory_limit, number, time_limit
+from mantissa.base.bounds import LARGEST_SIZE, boundary, number
+from mantissa.base.budget import call, memory
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import DIGESTS, write_atomically
 from mantissa.base.hub import find_model, read_object
@@ -151,12 +152,12 @@ class Tokenizer:
                 "give the prompts as plain strings, or use an instruct model's tokenizer"
             )
         given = [dict(message) for message in messages]
-        with (
-            boundary("tokenizer: its chat template refuses these messages", "mend the template or the messages"),
-            time_limit(_TEMPLATE_S),
-            memory_limit(_TEMPLATE_BYTES),
-        ):
-            return str(self.backend.apply_chat_template(given, add_generation_prompt=generation_prompt, tokenize=False))
+        with boundary("tokenizer: its chat template refuses these messages", "mend the template or the messages"):
+            with memory(_TEMPLATE_BYTES):
+                return call(lambda: self._rendered(given, generation_prompt), _TEMPLATE_S)
+
+    def _rendered(self, messages: list[dict[str, str]], generation_prompt: bool) -> str:
+        return str(self.backend.apply_chat_template(messages, add_generation_prompt=generation_prompt, tokenize=False))
 
     def require_fit(self, embeddings: int) -> None:
         """``MantissaError`` unless every id of this tokenizer has a row in a table of ``embeddings`` rows."""
@@ -317,10 +318,10 @@ def _repeats(part: Any) -> bool:
     return any(set("*+{") & set(expression) for expression in expressions)
 
 
-def _in_time(length: int, call: Callable[[], T]) -> T:
-    """``call()``, which may meet a regular expression that takes hours, in Rust, where neither a signal nor
-    ``time_limit`` reaches. Not for every call: a thread takes longer than most texts do."""
-    return finished(_MOST_S + length / _SLOWEST, call)
+def _in_time(length: int, function: Callable[[], T]) -> T:
+    """``function()``, which may meet a regular expression that takes hours, in Rust. Not for every call: a thread takes
+    longer than most texts do."""
+    return call(function, _MOST_S + length / _SLOWEST)
 
 
 def _lost_bytes(backend: Any) -> frozenset[int]:

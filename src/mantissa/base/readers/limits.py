@@ -1,4 +1,4 @@
-"""What reading a document may cost, whichever its format; and a bar on the screen while it takes long."""
+"""What one document may be, whichever its format; and a bar on the screen while it takes long to read."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
-
-from mantissa.base.bounds import regular_file
-from mantissa.base.errors import MantissaError
 
 _LARGE = 32 << 20  # bytes: what takes a second or more to parse
 
@@ -22,16 +19,6 @@ class Limits(NamedTuple):
     values: int  # with every alias and reference written out
     digits: int = 308  # of a whole number: what a float can still hold
     rows: int = 1_000_000  # of a file of rows
-    seconds: float = 60.0  # of processor time, where few bytes can ask for many
-
-
-def require_size(path: Path, most: int) -> int:
-    """The bytes of a file that may be read: ``MantissaError`` for a pipe or device, and for one too large."""
-    regular_file(path)
-    size = path.stat().st_size
-    if size > most:
-        raise MantissaError(f"{path} has {size:,} bytes; expected at most {most:,}; give a part of it")
-    return size
 
 
 @contextmanager

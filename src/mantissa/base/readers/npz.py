@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from mantissa.base.bounds import boundary
+from mantissa.base.budget import require_size
 from mantissa.base.readers import zips
-from mantissa.base.readers.limits import require_size
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:

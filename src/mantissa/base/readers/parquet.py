@@ -1,8 +1,8 @@
 """The one reader of parquet: rows in small batches, bounded by what they are unpacked and not by what lies on disk.
 
 A few bytes can stand for a million rows (run lengths, dictionaries), so the metadata is looked at before anything is
-unpacked, and what comes is counted since the metadata may lie: each batch as it is made (``memory_limit``), and all
-together against the size of the file. pyarrow ends the whole process where a column's chunk
+unpacked, and what comes is counted since the metadata may lie: each batch as it is made (``memory``), and all of it
+drawn from the command's budget. pyarrow ends the whole process where a column's chunk
 lacks its metadata (an exception of C++ that nothing catches), so the one number that must be known before it is called
 is looked up without it: ``num_values`` of each chunk, in the footer's Thrift compact protocol (Apache Parquet's
 ``parquet.thrift``: FileMetaData 4, RowGroup 1, ColumnChunk 3, ColumnMetaData 5).
@@ -21,13 +21,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mantissa.base.bounds import boundary, memory_limit
+from mantissa.base.bounds import boundary
+from mantissa.base.budget import Budget, budget, memory, require_size
 from mantissa.base.errors import MantissaError
-from mantissa.base.readers.limits import Limits, require_size
+from mantissa.base.readers.limits import Limits
 
-LIMITS = Limits(4 << 30, 100, 400_000_000, rows=10_000_000)  # bytes: of the file, and of what is unpacked
+LIMITS = Limits(4 << 30, 100, 400_000_000, rows=10_000_000)
 _BATCH_ROWS, _BATCH_BYTES = 256, 32 << 20
-_ALWAYS, _MOST_TIMES = 512 << 20, 200  # bytes that any file may be unpacked to, and how many for each of its own
 _STRUCT, _LIST, _SET, _MAP, _BINARY, _DOUBLE, _BYTE = 12, 9, 10, 11, 8, 7, 3
 _LARGEST = 64 << 20  # bytes of a footer
 _DEPTH = 32
@@ -166,8 +166,8 @@ class _Compact:
 class Table:
     """An open file. ``schema``: pyarrow's. ``columns``: their names, in order."""
 
-    def __init__(self, file: Any, path: Path, values: int, limits: Limits) -> None:
-        self._file, self._path, self._limits = file, path, limits
+    def __init__(self, file: Any, path: Path, values: int, limits: Limits, spent: Budget) -> None:
+        self._file, self._path, self._spent = file, path, spent
         self.schema = file.schema_arrow
         self.columns: list[str] = self.schema.names
         about = file.metadata
@@ -181,18 +181,15 @@ class Table:
 
     def rows(self, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
         """The rows in order, of these columns alone."""
-        most = min(self._limits.bytes, max(_ALWAYS, _MOST_TIMES * self._path.stat().st_size))
-        left, chosen = most, None if columns is None else list(columns)
+        chosen = None if columns is None else list(columns)
         batches = self._file.iter_batches(batch_size=self._batch, columns=chosen, use_threads=False)
         while True:
-            with memory_limit():
+            with memory():
                 if (batch := next(batches, None)) is None:
                     return
                 if (schema := _written_out(batch.schema)) != batch.schema:
                     batch = batch.cast(schema)
-                left -= batch.nbytes
-                if left < 0:
-                    raise MantissaError(f"{self._path}: more than {most:,} bytes when unpacked; give a part")
+                self._spent.draw("made", batch.nbytes, self._path)
                 rows = batch.to_pylist()
             yield from rows
 
@@ -222,12 +219,13 @@ def open_parquet(path: Path, where: str, limits: Limits = LIMITS) -> Iterator[Ta
     import pyarrow.parquet
 
     with boundary(where, "write the file again"):
-        require_size(path, limits.bytes)
+        spent = budget()
+        require_size(path, limits.bytes, spent)
         values = values_in(path)
         with pyarrow.parquet.ParquetFile(path) as file:
             if (seal := (file.metadata.metadata or {}).get(_SEAL)) is not None:
                 _require_seal(path, seal)
-            yield Table(file, path, values, limits)
+            yield Table(file, path, values, limits, spent)
 
 
 def read_rows(path: Path, limits: Limits = LIMITS) -> Iterator[dict[str, Any]]:

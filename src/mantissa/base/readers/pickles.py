@@ -3,8 +3,8 @@
 A pickle is a program: whoever loads a hostile one with ``pickle.load`` runs it. Here a name is looked up in one table
 of harmless stand-ins and nowhere else; what is not in it ends the reading. Storages are taken out of the zip file as
 bytes and become numpy arrays, their bounds checked; torch itself is not asked. Before a pickle is read its operations
-are counted, since some (a memo at index 2^32) would fill the memory before anything is looked up. One budget holds for
-a file and all the files within it, and what is read is walked once, for few bytes may name one list very often.
+are counted, since some (a memo at index 2^32) would fill the memory before anything is looked up. A file and all the
+files within it draw from one budget, and what is read is walked once, for few bytes may name one list very often.
 
 No stand-in lets a pickle change it: each has a ``__setstate__`` of its own, which is what the operation BUILD calls.
 
@@ -23,16 +23,18 @@ import pickle
 import pickletools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mantissa.base.bounds import boundary
-from mantissa.base.errors import MantissaError
+from mantissa.base.budget import Budget, budget, memory, require_size
 from mantissa.base.readers import zips
 
-LARGEST = zips.LARGEST  # bytes of a file, and of all tensors in one
+LARGEST = zips.LARGEST  # bytes of a file
+_AT_ONCE, _TIMES = 1 << 30, 64  # bytes that reading may take, and for each byte of the file: an empty list is one
 _MOST_OPERATIONS = 50_000_000  # of a pickle, and values in what it makes
 _MOST_CLASSES = 256  # that a pickle's records may be of
 _LARGEST_INTEGER = 1 << 64  # larger ones can be chosen to share one hash: a dictionary of them takes hours to fill
@@ -61,29 +63,27 @@ def load(path: Path, *, records: bool = False) -> Any:
     ``UnknownClassError``).
     """
     with boundary(path, _ADVICE):
-        size = path.stat().st_size
-        if size > LARGEST:
-            raise MantissaError(f"{path} has {size:,} bytes; expected at most {LARGEST:,}: one step's dump at a time")
+        spent = budget()
+        size = require_size(path, LARGEST, spent)
         data = path.read_bytes()
-        budget = _Budget(records)
-        value = _zip(data, budget) if data.startswith(zips.MAGIC) else _unpickle(data, {}, budget)
+        whole = _Whole(path, spent, {} if records else None)
+        with memory(_AT_ONCE + _TIMES * size):
+            value = _zip(data, whole) if data.startswith(zips.MAGIC) else _unpickle(data, {}, whole)
         if isinstance(value, NESTED):
             walk(value)
         return value
 
 
-class _Budget:
-    """What a file, with the files within it, may still make; ``inner``: this is one of those within; ``classes``: of
+@dataclass
+class _Whole:
+    """A file with the files within it: what they draw from; ``inner``: this is one of those within; ``classes``: of
     records, by name, or None where there are to be none."""
 
-    def __init__(self, records: bool) -> None:
-        self.bytes, self.operations, self.inner = LARGEST, 0, False
-        self.classes: dict[tuple[str, str], type[Record]] | None = {} if records else None
-
-    def take(self, count: int) -> None:
-        self.bytes -= count
-        if self.bytes < 0:
-            raise ValueError(f"tensors of more than {LARGEST:,} bytes")
+    path: Path
+    spent: Budget
+    classes: dict[tuple[str, str], type[Record]] | None
+    inner: bool = False
+    operations: int = 0
 
 
 NESTED = (list, tuple, dict, set, frozenset)
@@ -110,7 +110,7 @@ def walk(value: Any) -> None:
                 raise ValueError(f"more than {_MOST_OPERATIONS:,} values")
 
 
-def _zip(data: bytes, budget: _Budget) -> Any:
+def _zip(data: bytes, whole: _Whole) -> Any:
     """torch.save's format: ``NAME/data.pkl``, and its storages ``NAME/data/KEY``, stored and not compressed."""
     found = zips.entries(data)
     main = [name for name in found if name.endswith("/data.pkl")]
@@ -121,13 +121,13 @@ def _zip(data: bytes, budget: _Budget) -> Any:
         raise ValueError("tensors of a big-endian machine")
     inside = f"{prefix}data/"
     storages = {name.removeprefix(inside): held for name, held in found.items() if name.startswith(inside)}
-    return _unpickle(found[main[0]], storages, budget)
+    return _unpickle(found[main[0]], storages, whole)
 
 
-def _unpickle(data: bytes, storages: dict[str, bytes], budget: _Budget) -> Any:
+def _unpickle(data: bytes, storages: dict[str, bytes], whole: _Whole) -> Any:
     for number, (operation, argument, _) in enumerate(pickletools.genops(data)):
-        budget.operations += 1
-        if budget.operations > _MOST_OPERATIONS:
+        whole.operations += 1
+        if whole.operations > _MOST_OPERATIONS:
             raise ValueError(f"more than {_MOST_OPERATIONS:,} operations")
         if isinstance(argument, int) and abs(argument) >= _LARGEST_INTEGER:
             raise ValueError("an integer of more than 64 bits")
@@ -135,13 +135,13 @@ def _unpickle(data: bytes, storages: dict[str, bytes], budget: _Budget) -> Any:
             raise ValueError("a memo entry beyond the number of operations")
         if operation.name.startswith("EXT"):
             raise ValueError("a code of the extension registry")
-    return _Reader(io.BytesIO(data), storages, budget).load()
+    return _Reader(io.BytesIO(data), storages, whole).load()
 
 
 class _Reader(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, storages: dict[str, bytes], budget: _Budget) -> None:
+    def __init__(self, file: io.BytesIO, storages: dict[str, bytes], whole: _Whole) -> None:
         super().__init__(file)
-        self.storages, self.budget = storages, budget
+        self.storages, self.whole = storages, whole
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("torch", "torch.storage") and name in _STORAGES:
@@ -159,13 +159,13 @@ class _Reader(pickle.Unpickler):
         if module in ("numpy", "numpy.core.multiarray", "numpy._core.multiarray") and name in _ARRAYS:
             return _ARRAYS[name]
         if module.split(".")[0].startswith("skyrl") and name.endswith("Batch"):
-            if self.budget.inner:
+            if self.whole.inner:
                 raise ValueError("a batch within a field of a batch, which SkyRL never writes")
-            return type("_BatchOf", (_Batch,), {"budget": self.budget})
+            return type("_BatchOf", (_Batch,), {"whole": self.whole})
         if module == "builtins" and name in ("set", "frozenset", "list", "dict", "tuple"):
             return {"set": set, "frozenset": frozenset, "list": list, "dict": dict, "tuple": tuple}[name]
-        if self.budget.classes is not None and module.split(".")[0] not in sys.stdlib_module_names - {"pathlib"}:
-            return self.record(module, name, self.budget.classes)
+        if self.whole.classes is not None and module.split(".")[0] not in sys.stdlib_module_names - {"pathlib"}:
+            return self.record(module, name, self.whole.classes)
         raise UnknownClassError(module, name)
 
     def record(self, module: str, name: str, classes: dict[tuple[str, str], type[Record]]) -> type[Record]:
@@ -193,7 +193,7 @@ class _Reader(pickle.Unpickler):
         last = first + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
         if math.prod(shape) and last >= len(values.values):
             raise ValueError("a tensor that reaches beyond its storage")
-        self.budget.take(8 * math.prod(shape))  # strides of 0 make much of little
+        self.whole.spent.draw("made", 8 * math.prod(shape), self.whole.path)  # strides of 0 make much of little
         itemsize = values.values.itemsize
         view = np.lib.stride_tricks.as_strided(values.values[first:], shape, tuple(step * itemsize for step in steps))
         if values.kind == "BFloat16Storage":  # bf16 is the upper half of fp32
@@ -229,17 +229,17 @@ class _Values(_Fixed):
 class _Batch(dict[str, Any]):
     """SkyRL's batch: each field's bytes are a file of torch.save's in its own right, on the same budget."""
 
-    budget: _Budget
+    whole: _Whole
 
     def __setstate__(self, state: Any) -> None:
         named = state["batch_dict"]
         if not all(isinstance(name, str) and isinstance(data, bytes) for name, data in named.items()):
             raise ValueError("a batch whose fields are not bytes by name")
-        self.budget.inner = True
+        self.whole.inner = True
         try:
-            fields = {name: _zip(data, self.budget) for name, data in named.items()}
+            fields = {name: _zip(data, self.whole) for name, data in named.items()}
         finally:
-            self.budget.inner = False
+            self.whole.inner = False
         self.clear()
         self.update(fields)
         self["metadata"] = state.get("metadata")

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mantissa.base.bounds import boundary
+from mantissa.base.budget import require_size
 from mantissa.base.readers.json import parse_json
-from mantissa.base.readers.limits import Limits, require_size
+from mantissa.base.readers.limits import Limits
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,9 +1,10 @@
 """The one place that opens SQLite files: a schema that is data alone, values of bounded size, statements that end.
 
 A database is a program too: a view, a trigger, a virtual table or a column that is computed runs in whichever statement
-names it, and may never end. So a file that has one is refused, functions in its schema may do nothing, and a statement
-has a budget of processor time, and of the bytes of its rows: a default of a column is in all of them and in the file
-once.
+names it, and may never end. So a file that has one is refused, and functions in its schema may do nothing. A statement
+draws processor time and the bytes of its rows from a budget: a default of a column is in all of them and in the file
+once. That is the command's where a file is read whole, and the statement's own in a database that a command works in
+for days.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from mantissa.base.bounds import boundary
+from mantissa.base.budget import Budget, budget, require_size
 from mantissa.base.errors import MantissaError
-from mantissa.base.readers.limits import Limits, require_size
+from mantissa.base.readers.limits import Limits
 
-LIMITS = Limits(256 << 20, 100, 20_000_000, seconds=60.0)  # bytes of a value or row, and of a file that is read whole
-_MOST_BYTES = 1 << 30  # of the rows that one statement gives
+LIMITS = Limits(256 << 20, 100, 20_000_000)  # bytes of a value or row, and of a file that is read whole
+_HEAP = 1 << 30  # bytes that SQLite may take in this process
+_STATEMENT_S, _STATEMENT_BYTES = 60.0, 1 << 30  # of one in a database that a command works in
 _STEPS = 10_000  # of SQLite's machine between two looks at the clock: a fraction of a millisecond
 _FOREIGN = (
     "SELECT count(*) FROM sqlite_master AS each WHERE type NOT IN ('table', 'index') OR (type = 'table' AND "
@@ -27,10 +30,11 @@ _FOREIGN = (
 
 
 class Connection(sqlite3.Connection):
-    """A connection on which every statement has ``LIMITS.seconds`` of its thread's processor time."""
+    """A connection on which every statement draws from ``spent``; None: from a budget of its own."""
 
-    ends: float = float("inf")
-    left: float = _MOST_BYTES
+    spent: Budget | None = None
+    own = Budget()
+    seen = float("inf")  # processor time of the thread at which the clock was last looked at
 
     def execute(self, *arguments: Any) -> sqlite3.Cursor:
         self.begin()
@@ -41,34 +45,43 @@ class Connection(sqlite3.Connection):
         return super().executemany(*arguments)
 
     def begin(self) -> None:
-        """The next statement's budget begins. Seconds of the processor: waiting for a lock or a disk costs nothing."""
-        self.ends, self.left = time.thread_time() + LIMITS.seconds, _MOST_BYTES
+        """The next statement. Seconds are the processor's: waiting for a lock or a disk costs nothing."""
+        self.own = self.spent or Budget(made=_STATEMENT_BYTES, seconds=_STATEMENT_S)
+        self.seen = time.thread_time()
 
     def counted(self, _: sqlite3.Cursor, row: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A row, once its bytes are taken from the statement's; ``sqlite3.DataError`` where they are more."""
-        self.left -= sum(len(value) if isinstance(value, (str, bytes)) else 8 for value in row)
-        if self.left < 0:
-            raise sqlite3.DataError(f"a statement gives more than {_MOST_BYTES:,} bytes")
+        """A row, once its bytes are drawn."""
+        self.own.draw("made", sum(len(value) if isinstance(value, (str, bytes)) else 8 for value in row), "a statement")
         return row
 
     def late(self) -> bool:
-        return time.thread_time() > self.ends
+        """Whether the statement is to end, which SQLite then says."""
+        now = time.thread_time()
+        try:
+            self.own.draw("seconds", max(0.0, now - self.seen), "a statement")
+        except MantissaError:
+            return True
+        self.seen = now
+        return False
 
 
-def connect(path: Path | str, wait_s: float = 30.0) -> Connection:
+def connect(path: Path | str, wait_s: float = 30.0, spent: Budget | None = None) -> Connection:
     """Open a database, which may be new, for several threads of which one at a time uses it; transactions by hand.
 
-    ``wait_s``: how long a writer waits for another one. Raises ``sqlite3.Error`` as SQLite does, and ``MantissaError``
-    for one that holds views, triggers, virtual tables or computed columns.
+    ``wait_s``: how long a writer waits for another one; ``spent``: what its statements draw from. Raises
+    ``sqlite3.Error`` as SQLite does, and ``MantissaError`` for one that holds views, triggers, virtual tables or
+    computed columns.
     """
     connection = sqlite3.connect(
         path, timeout=wait_s, isolation_level=None, check_same_thread=False, factory=Connection
     )
+    connection.spent = spent
     try:
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LIMITS.bytes)
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
         connection.set_progress_handler(connection.late, _STEPS)
         connection.row_factory = connection.counted
+        connection.execute(f"PRAGMA hard_heap_limit={_HEAP}")
         connection.execute("PRAGMA trusted_schema=OFF")
         connection.execute("PRAGMA cell_size_check=ON")
         (foreign,) = connection.execute(_FOREIGN).fetchone()
@@ -84,8 +97,9 @@ def connect(path: Path | str, wait_s: float = 30.0) -> Connection:
 def read_tables(path: Path) -> dict[str, list[tuple[Any, ...]]]:
     """All rows of every table of a file, by name; ``MantissaError`` for one that is damaged or runs too long."""
     with boundary(f"database {path}", "restore it, or name another file"):
-        require_size(path, LIMITS.bytes)
-        connection = connect(path)
+        spent = budget()
+        require_size(path, LIMITS.bytes, spent)
+        connection = connect(path, spent=spent)
         try:
             names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
             quoted = {name: '"' + name.replace('"', '""') + '"' for name in names}

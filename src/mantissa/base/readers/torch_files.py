@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from mantissa.base.bounds import boundary, require_memory
+from mantissa.base.budget import require_size
 from mantissa.base.readers import zips
-from mantissa.base.readers.limits import require_size
 from mantissa.base.readers.pickles import NESTED, walk
 
 _LARGEST = 1 << 44  # bytes; what this machine's memory holds is asked below

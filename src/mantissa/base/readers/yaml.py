@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from mantissa.base.bounds import boundary, describe_error
+from mantissa.base.budget import budget
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.limits import Limits
 
@@ -60,6 +61,7 @@ _Loader.add_implicit_resolver(
 
 def read_yaml(path: Path, limits: Limits = WRITTEN) -> Any:
     """What a file holds, read no further than the limits go. Errors: ``parse_yaml``'s, and the system's."""
+    budget().file(path, path.stat())
     with path.open(encoding="utf-8") as file:
         try:
             text = file.read(limits.bytes + 1)

@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 
 from mantissa.base.bounds import boundary
-from mantissa.base.readers.limits import require_size
+from mantissa.base.budget import require_size
 
 LARGEST = 2 << 30  # bytes
 _MOST_ENTRIES = 200_000
