@@ -1,9 +1,9 @@
 """The doctor on sets of dumps that others made: ``python benchmarks/run.py doctor_hands FOLDER ...``.
 
 A set is a folder of dumps in the plain schema with ``truth.jsonl``, a row a dump: file, kind, healthy, size (small or
-large), strength, family, formats, d_rms and healthy_d_rms. Four were written without a look at the doctor, each by
-another hand: engines and weights (a), recording, masking and bookkeeping (b), and of everything (c; and d, which no
-mend has seen before its first row). The sets are not in this repository; a row has the digest of what it is of.
+large), strength, family, formats, d_rms and healthy_d_rms. Five were written without a look at the doctor, each by
+another hand: engines and weights (a), recording, masking and bookkeeping (b), and of everything (c; and d and e, which
+no mend has seen before their first rows). The sets are not in this repository; a row has the digest of what it is of.
 
 Outcomes: ``named`` (a name that is true of the kind: ``RIGHT``), ``half`` (one of two names is), ``wrong``,
 ``undecided`` (not known, or too large without a name), ``hidden`` (healthy, and the size of u is below the fault that
@@ -30,7 +30,7 @@ from mantissa.doctor.readers import read_dump
 # What a remark or the first line must say of faults that leave the gap a healthy one.
 SAID = {"bypass_copies_rollout": "copy", "rows_duplicated": "twice", "samples_share_seed": "twice",
         "few_decimals": "rounded", "stored_in_low_precision": "rounded", "logp_rounded": "rounded"}  # fmt: skip
-# Names that are true of each kind, kinds of the three sets together; a kind that is not here has none.
+# Names that are true of each kind, kinds of all sets together; a kind that is not here has none.
 RIGHT: dict[str, tuple[str, ...]] = {}
 for _names, _kinds in (
     ("weights unrelated stale",
@@ -237,6 +237,52 @@ for _names, _kinds in (
     ("support repetition temperature cut_off", "vocab_padding"),
     ("support repetition temperature cut_off not_logprobs unnormalised", "vocab_shard"),
     ("unscored cut_off end_token", "zero_fill"),
+    # The set e (2026-11-28): the kinds' names alone were read.
+    ("weights unrelated stale",
+     "activation_function_differs activation_fp8_engine attention_sinks_dropped attention_softcap_dropped "
+     "attention_softmax_bf16 embedding_quantised experts_swapped gqa_head_mapping lora_merged_twice norm_eps_differs "
+     "norm_topk_prob_differs norm_without_upcast part_of_weights_not_synced qk_norm_not_synced "
+     "router_weights_not_synced tied_head_out_of_sync tp_bias_added_twice"),
+    ("weights unrelated stale experts",
+     "experts_per_token_differs router_low_precision router_replay_missing router_replay_shifted"),
+    ("weights unrelated stale experts some_sequences", "router_replay_of_other_step"),
+    ("nondeterministic experts", "router_jitter_left_on"),
+    ("nondeterministic experts capacity", "expert_capacity_drop"),
+    ("support logit_bias", "banned_tokens_one_side"),
+    ("support", "min_p_one_side top_k_one_side top_p_one_side"),
+    ("support unscored cut_off nonfinite", "learner_top_p_differs"),
+    ("logit_bias", "logit_bias_one_side"),
+    ("support repetition temperature cut_off", "padded_vocab_in_normaliser"),
+    ("support repetition temperature cut_off not_logprobs unnormalised", "vocab_shard_lost_in_lse"),
+    ("prompt padding unrelated onset mid_sequence some_sequences", "chunked_prefill_bug"),
+    ("prompt first_token mid_sequence padding onset turn",
+     "earlier_turn_stripped template_at_turn_border tool_text_differs"),
+    ("prompt first_token mid_sequence padding onset some_sequences",
+     "extra_bos_in_learner generation_prompt_missing prompt_truncated_in_learner system_prompt_added"),
+    ("prompt unrelated rows some_sequences", "prompt_of_other_group"),
+    ("unscored end_token cut_off not_logprobs", "eos_appended_unsampled first_segment_logp_lost tool_mask_off"),
+    ("soft_cap temperature", "final_logit_softcap_dropped"),
+    ("half_logits coarse_logprobs weights", "format_declared_wrong"),
+    ("onset mid_sequence stale weights", "in_flight_update_mid_sequence"),
+    ("position onset prompt weights", "kv_cache_low_precision"),
+    ("position onset prompt",
+     "position_offset positions_continue_in_pack rope_dynamic_ntk_one_side rope_linear_scale_one_side "
+     "rope_theta_differs sliding_window_one_side"),
+    ("padding prompt position", "left_pad_positions_absolute"),
+    ("prompt padding first_token onset some_sequences mid_sequence", "kv_page_of_other_request"),
+    ("smoothed", "label_smoothing_in_learner"),
+    ("shift moved_from some_sequences unrelated", "learner_shift_by_one"),
+    ("units some_sequences", "log_base_10"),
+    ("coarse_logprobs half_logits", "log_softmax_bf16"),
+    ("clamped", "logp_clamped"),
+    ("some_sequences stale", "one_rank_stale"),
+    ("prompt padding first_token nondeterministic some_sequences", "packing_without_isolation"),
+    ("repetition", "presence_frequency_penalty repetition_penalty_one_side"),
+    ("moved_from shift mid_sequence onset some_sequences", "resume_duplicates_token"),
+    ("moved_from shift rows unrelated mid_sequence", "retokenised_response"),
+    ("weights unrelated single_tokens", "spec_decode_draft_logp spec_decode_residual_logp"),
+    ("coarse_logprobs clamped", "stored_with_few_digits"),
+    ("temperature", "temperature_not_in_learner"),
 ):  # fmt: skip
     RIGHT |= dict.fromkeys(_kinds.split(), tuple(_names.split()))
 # Of the set e (2026-11-28), written before the doctor or its author had seen a dump or a kind of it: no healthy dump is

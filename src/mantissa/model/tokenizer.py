@@ -152,9 +152,9 @@ class Tokenizer:
                 "give the prompts as plain strings, or use an instruct model's tokenizer"
             )
         given = [dict(message) for message in messages]
-        with boundary("tokenizer: its chat template refuses these messages", "mend the template or the messages"):
-            with memory(_TEMPLATE_BYTES):
-                return call(lambda: self._rendered(given, generation_prompt), _TEMPLATE_S)
+        refused = boundary("tokenizer: its chat template refuses these messages", "mend the template or the messages")
+        with refused, memory(_TEMPLATE_BYTES):
+            return call(lambda: self._rendered(given, generation_prompt), _TEMPLATE_S)
 
     def _rendered(self, messages: list[dict[str, str]], generation_prompt: bool) -> str:
         return str(self.backend.apply_chat_template(messages, add_generation_prompt=generation_prompt, tokenize=False))
