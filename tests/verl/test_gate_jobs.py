@@ -26,7 +26,12 @@ def gated(folder: Path, asked: str, fault: str, *overrides: str, environment: An
     [
         ("layer", 1, "stale: self_attn.q_proj.weight of layer 1 (as at the sync before)"),
         pytest.param("unsynced", 0, "other values: ", marks=pytest.mark.variants),
-        pytest.param("stale", 1, "stale: embed_tokens.weight (as at the sync before)", marks=pytest.mark.variants),
+        pytest.param(
+            "stale",
+            1,
+            "stale: mlp.gate_proj.weight of layers 0 to 1 (as at the sync before)",
+            marks=pytest.mark.variants,
+        ),
         pytest.param("bucket", 1, "stale: mlp.down_proj.weight of layer 1", marks=pytest.mark.variants),
         pytest.param("rank", 1, "server 2 of 2 does not have", marks=pytest.mark.variants),
         pytest.param("swapped", 1, "those of layers.0.self_attn.k_proj.weight", marks=pytest.mark.variants),
