@@ -384,7 +384,44 @@ def variants(folder: Path, rank: int, world: int) -> Seen:
     return seen
 
 
-SCENARIOS = {each.__name__: each for each in (spikes, variants, flowrl, fixed_point, refusals, overhead)}
+def sync(folder: Path, rank: int, world: int) -> Seen:
+    """What ranks say of their slices, beside what each engine sends: the digests, and the tensors themselves. With the
+    processor time of the digests and of a training step."""
+    from types import SimpleNamespace
+
+    import torch
+
+    import verl_engines as ve
+    from mantissa.base.digest import digest
+    from mantissa.verl.sync import _slices_of, _whole_of
+
+    data, loss, seen = ve.batch(rank, world), ve.loss_of(), {}
+    for name in ("fsdp2", "mantissa_fsdp2", "mantissa"):
+        engine = ve.engine(folder, name, **({} if name == "mantissa" else {"param_dtype": "fp32"}))
+        begun = time.process_time()
+        with engine.train_mode():
+            engine.train_batch(data, loss)
+        trained = time.process_time()
+        worker = SimpleNamespace(worker_dict={"actor": SimpleNamespace(actor=SimpleNamespace(engine=engine))})
+        sent = {key: tensor.detach().cpu() for key, tensor in engine.get_per_tensor_param(base_sync_done=True)[0]}
+        asked = {key.removeprefix("model."): ["float32", "bfloat16"] for key in sent}
+        begun, step = time.process_time(), trained - begun
+        parts = [None] * world
+        torch.distributed.all_gather_object(parts, _slices_of(worker, asked))
+        took = time.process_time() - begun
+        wrong = []
+        for key, tensor in sent.items():
+            for kind in ("float32", "bfloat16"):
+                total = sum(part[key.removeprefix("model.")][1][kind] for part in parts) % (1 << 64)
+                if total != digest(tensor.to(getattr(torch, kind))).total:
+                    wrong.append((key, kind))
+        whole = _whole_of(worker, list(asked))
+        same = rank != 0 or all(whole[key.removeprefix("model.")].equal(sent[key]) for key in sent)
+        seen[name] = {"tensors": len(sent), "wrong": wrong, "whole": same, "step": step, "took": took}
+    return seen
+
+
+SCENARIOS = {each.__name__: each for each in (spikes, variants, flowrl, fixed_point, refusals, overhead, sync)}
 
 
 def main() -> None:

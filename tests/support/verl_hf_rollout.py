@@ -14,6 +14,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
+_Q, _K, _V = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
+_DOWN = "model.layers.0.mlp.down_proj.weight"
+_CHANGES: dict[str, Any] = {
+    "swapped": lambda w: {_K: w[_V], _V: w[_K]},
+    "asleep": lambda w: {_DOWN: torch.zeros_like(w[_DOWN])},
+    "transposed": lambda w: {_Q: w[_Q].T},
+    "scaled": lambda w: {_DOWN: w[_DOWN] * 1.01},
+}
+
 _BUCKET = ".layers.1.mlp."  # what of the weights stays as it was, by its name
 
 
@@ -22,7 +31,10 @@ class Server:
 
     ``MANTISSA_TEST_FAULT`` makes it wrong: ``unsynced``, weights of its own in the place of those it is sent;
     ``temperature``, log-probs from before the temperature; ``stale``, from step 1 on it keeps what it has; ``rank``,
-    the second server alone does; ``bucket``, a part of the weights does, as if one of the messages were lost.
+    the second server alone does; ``bucket``, a part of the weights does, as if one of the messages were lost;
+    ``layer``, a whole layer does; ``swapped``, a layer's keys and values change places; ``asleep``, a matrix is zeros,
+    as memory that was given back; ``transposed``, a square matrix is turned; ``scaled``, a matrix is times 1.01.
+    ``MANTISSA_TEST_HIDDEN``: its weights are nowhere to be read.
     """
 
     def __init__(self, path: str, response_length: int, dtype: str, replica: int = 0) -> None:
@@ -34,6 +46,7 @@ class Server:
         torch.set_num_threads(1)
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="sdpa")
         self.model.eval()
+        self.hidden, self.model = self.model, None if os.environ.get("MANTISSA_TEST_HIDDEN") else self.model
         self.length, self.step = response_length, None
         self.asked: dict[str, int] = {}
 
@@ -45,7 +58,7 @@ class Server:
 
     @torch.no_grad()
     def _forward(self, tokens: Sequence[int], cache: Any = None) -> Any:
-        return self.model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+        return self.hidden(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True)
 
     async def generate(self, request_id: str, prompt_ids: Any, sampling_params: Any, **_: Any) -> TokenOutput:
         prompt = [int(token) for token in prompt_ids]
@@ -59,7 +72,7 @@ class Server:
             token = int(logits.argmax() if greedy else torch.multinomial(logp.exp(), 1, generator=generator))
             tokens.append(token)
             logps.append(float((torch.log_softmax(logits, -1) if self.fault == "temperature" else logp)[token]))
-            if token == self.model.config.eos_token_id:
+            if token == self.hidden.config.eos_token_id:
                 break
             out = self._forward([token], out.past_key_values)
             await asyncio.sleep(0)
@@ -74,15 +87,17 @@ class Server:
     async def update_weights(self, weights: dict[str, torch.Tensor], step: int | None) -> None:
         if step and (self.fault == "stale" or (self.fault == "rank" and self.replica == 1)):
             return
-        if step and self.fault == "bucket":
-            kept = {name: each for name, each in self.model.state_dict().items() if _BUCKET in name}
+        if step and (part := {"bucket": _BUCKET, "layer": ".layers.1."}.get(self.fault or "")):
+            kept = {name: each for name, each in self.hidden.state_dict().items() if part in name}
             assert kept
             weights = weights | kept
+        if step and (change := _CHANGES.get(self.fault or "")):
+            weights = weights | change(weights)
         self.step = step
         if self.fault == "unsynced":
             draw = torch.Generator().manual_seed(1)
             weights = {name: torch.randn(w.shape, generator=draw) * w.std() for name, w in weights.items()}
-        missing, unexpected = self.model.load_state_dict(weights, strict=False)
+        missing, unexpected = self.hidden.load_state_dict(weights, strict=False)
         assert (missing, unexpected) == ([], [])
 
     async def nothing(self, *arguments: Any, **named: Any) -> None:

@@ -38,6 +38,15 @@ def test_a_spike_costs_no_batch_where_verl_loses_each(spikes: dict[str, Any]) ->
     assert seen["as if the scale had been lower"], "a step after retries is the step of the lower scale, bit for bit"
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_ranks_say_of_their_slices_is_what_each_engine_sends(ranks: int, tmp_path: Path) -> None:
+    """By digests that add up, in two formats, after a step; and tensor by tensor where they are asked for."""
+    for name, found in see("sync", tmp_path, ranks).items():
+        assert found["tensors"] == 25, name
+        assert found["wrong"] == [], name
+        assert found["whole"], name
+
+
 def test_ways_of_verl_s_to_share_and_hold_a_learner_are_those_without_them(tmp_path: Path) -> None:
     """Two ranks. In fp32 the weights after three steps are those of verl's engine to the bit, and with Ulysses those
     without it but for rounding; in fp16 a spike costs no batch, and a resumed engine goes on bit for bit."""

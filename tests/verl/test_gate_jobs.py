@@ -16,9 +16,39 @@ pytestmark = [pytest.mark.verl, pytest.mark.slow]
 ENOUGH = ("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16")
 
 
-def gated(folder: Path, asked: str, fault: str, *overrides: str, **more: Any) -> Job:
+def gated(folder: Path, asked: str, fault: str, *overrides: str, environment: Any = None, **more: Any) -> Job:
     given = (f"+trainer.gate={asked}", *ENOUGH, f"{ROLLOUT}.temperature=0.7", *overrides)
-    return run_job(folder, *given, environment={"MANTISSA_TEST_FAULT": fault}, **more)
+    return run_job(folder, *given, environment={"MANTISSA_TEST_FAULT": fault, **(environment or {})}, **more)
+
+
+@pytest.mark.parametrize(
+    ("fault", "step", "said"),
+    [
+        ("layer", 1, "stale: self_attn.q_proj.weight of layer 1 (as at the sync before)"),
+        pytest.param("unsynced", 0, "other values: ", marks=pytest.mark.variants),
+        pytest.param(
+            "stale",
+            1,
+            "stale: mlp.gate_proj.weight of layers 0 to 1 (as at the sync before)",
+            marks=pytest.mark.variants,
+        ),
+        pytest.param("bucket", 1, "stale: mlp.down_proj.weight of layer 1", marks=pytest.mark.variants),
+        pytest.param("rank", 1, "server 2 of 2 does not have", marks=pytest.mark.variants),
+        pytest.param("swapped", 1, "those of layers.0.self_attn.k_proj.weight", marks=pytest.mark.variants),
+        pytest.param("asleep", 1, "zero: mlp.down_proj.weight of layer 0", marks=pytest.mark.variants),
+        pytest.param("transposed", 1, "transposed: self_attn.q_proj.weight of layer 0", marks=pytest.mark.variants),
+        pytest.param("scaled", 1, "scaled: mlp.down_proj.weight of layer 0 (by 1.01)", marks=pytest.mark.variants),
+    ],
+)
+def test_what_did_not_arrive_at_a_sync_stops_the_job_there(tmp_path: Path, fault: str, step: int, said: str) -> None:
+    """Before anything is sampled from it, with the tensor and its fault."""
+    job = gated(tmp_path, "stop", fault, steps=3, fails=True, ranks=2 if fault == "rank" else 1)
+    lines = re.findall(r"MantissaError: (mantissa doctor: after the sync .*)", job.log)
+    assert lines, job.log[-3000:]
+    assert lines[0].startswith(f"mantissa doctor: after the sync of step {step}, ")
+    assert said in lines[0]
+    assert "trainer.gate=warn goes on in spite of it" in lines[0]
+    assert sorted(job.metrics) in ([], list(range(1, step)), list(range(1, step + 1)))
 
 
 def page_of(job: Job, step: int) -> tuple[str, dict[str, Any]]:
@@ -37,8 +67,11 @@ def page_of(job: Job, step: int) -> tuple[str, dict[str, Any]]:
     ],
 )
 def test_a_fault_stops_the_job_by_its_name(tmp_path: Path, fault: str, step: int, name: str, helps: str) -> None:
-    """At the step at which it shows, before anything is learned from that batch; with a page."""
-    job = gated(tmp_path, "stop", fault, steps=3, fails=True, ranks=2 if fault == "rank" else 1)
+    """At the step at which it shows, before anything is learned from that batch; with a page. By log-probs alone: the
+    servers hide their weights, which is said at the start."""
+    hidden = {"MANTISSA_TEST_HIDDEN": "1"}
+    job = gated(tmp_path, "stop", fault, steps=3, fails=True, ranks=2 if fault == "rank" else 1, environment=hidden)
+    assert "only log-probs are compared, no weights: this rollout's servers hold no model that is known here" in job.log
     assert sorted(job.metrics) == list(range(1, step))
     said = re.findall(r"MantissaError: (mantissa doctor: step .*)", job.log)
     assert said, job.log[-3000:]
@@ -58,6 +91,8 @@ def test_a_healthy_job_goes_on_and_a_resumed_one_is_looked_at_again(tmp_path: Pa
     assert first.metrics[1]["mantissa/gate_fault"] == 0
     assert first.metrics[1]["mantissa/gate_size_of_u"] < 1e-4
     assert first.metrics[1]["mantissa/gate_tokens"] > 300
+    assert first.metrics[1]["mantissa/sync_weights_lost"] == 0
+    assert "of the rollout are compared with the learner's, by digest" in first.log
     kept = json.loads((first.folder / "checkpoints" / "mantissa_gate.json").read_text())
     assert [each["size_of_u"] for each in kept["healthy"]] == [first.metrics[1]["mantissa/gate_size_of_u"]]
     wrong = gated(tmp_path, "warn:100", "temperature", steps=2)
@@ -74,10 +109,8 @@ def test_a_healthy_job_goes_on_and_a_resumed_one_is_looked_at_again(tmp_path: Pa
 def test_the_older_trainer_has_it_too(tmp_path: Path) -> None:
     """``main_ppo_v0``, by the same key."""
     job = gated(tmp_path, "stop", "stale", "trainer.use_v1=False", steps=3, fails=True)
-    assert list(job.metrics) == [1]
-    assert job.metrics[1]["mantissa/gate_fault"] == 0
-    assert "MantissaError: mantissa doctor: step 2: a fault: stale weights in the rollout" in job.log
-    assert page_of(job, 2)[1]["fault"] == "stale"
+    assert "MantissaError: mantissa doctor: after the sync of step 1, the rollout does not have" in job.log
+    assert page_of(job, 1)[1]["fault"] is None
 
 
 APART = (  # learner and rollout on GPUs of their own, as the asynchronous trainers want

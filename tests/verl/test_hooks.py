@@ -108,6 +108,30 @@ def started(trainer: Any) -> Any:
 
 
 @pytest.mark.verl
+def test_each_sync_of_verl_s_is_looked_at_and_its_vllm_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By verl's own manager of checkpoint engines, awaited and not."""
+    base = pytest.importorskip("verl.checkpoint_engine.base")
+    from mantissa.verl import hooks
+
+    seen: list[Any] = []
+    gate = SimpleNamespace(sync=SimpleNamespace(after_sync=lambda *given: seen.append(given)))
+    monkeypatch.setitem(hooks._THIS, hooks._GATE, gate)
+    monkeypatch.setattr(base.ray, "get", lambda refs: refs)
+    manager = object.__new__(base.CheckpointEngineManager)
+    sent: list[Any] = []
+    manager.actor_wg = SimpleNamespace(_workers=["worker"], update_weights=lambda **given: sent.append(given))
+    manager.backend, manager.replicas = "naive", ["replica"]
+    assert manager.update_weights(3) == {}
+
+    async def awaited() -> Any:
+        return await manager.update_weights(global_steps=4)
+
+    assert asyncio.run(awaited()) == {}
+    assert seen == [(["worker"], ["replica"], 3), (["worker"], ["replica"], 4)]
+    assert [each["global_steps"] for each in sent] == [3, 4]
+
+
+@pytest.mark.verl
 def test_every_trainer_of_verl_s_is_hooked_as_it_is_imported(old: Any) -> None:
     """By the entry point alone: nothing here imports the plugin."""
     from verl.experimental.fully_async_policy.fully_async_trainer import FullyAsyncTrainer

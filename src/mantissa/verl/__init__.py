@@ -17,6 +17,7 @@ or ``actor.strategy=mantissa rollout.name=mantissa``, whose log-probs are equal.
 | | the key of each request's draws (``agents``), and what travels beside the weights (``wire``) |
 | ``transfer`` | ``rollout.checkpoint_engine.backend=mantissa_ray``: weights to standalone servers by Ray alone |
 | ``gate`` | ``+trainer.gate=stop``: the doctor inside each of verl's trainers, which ``hooks`` have it find |
+| ``sync`` | with it: whether each server has the learner's weights after a sync |
 | ``replay`` | a custom sampler for verl's trainer: rows in the same order in every run |
 | ``version`` | which versions of verl this is for |
 

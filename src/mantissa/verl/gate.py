@@ -9,6 +9,8 @@ batch lies in the TransferQueue with prompts, responses and both sides' log-prob
 old ones; then the batches that are looked at are scored once more for the gate. ``one_step_off_policy`` always samples
 one update ahead: there the next batch is waited for at the steps that are looked at, and scored before the update.
 
+Each sync of weights is looked at too, the first five and then every 25th: ``sync.py``.
+
 A trainer that has none of these places is refused before it starts (``hooks`` is how each finds the gate). A fault ends
 the job with its name and what to set (``warn`` only says it); each diagnosis is a line and a page,
 ``doctor/step-N/doctor.html`` in the checkpoints' folder, and ``mantissa/gate_fault`` (0 or 1) and the gap's size join
@@ -39,6 +41,7 @@ from mantissa.doctor.gate import Gate
 from mantissa.doctor.record import ScoredBatch, write_batch
 from mantissa.doctor.routers import routes
 from mantissa.verl.refusals import get
+from mantissa.verl.sync import SyncGate
 
 KEY = "trainer.gate"
 ROWS = "MANTISSA_GATE_ROWS"  # a folder, in a job's environment: what is looked at is written there too, step-N.jsonl
@@ -80,6 +83,7 @@ class TrainerGate:
         self.lines: list[str] = []
         self.looked = 0
         self.gate = Gate(every, "stop" if on_fault == "stop" else "warn", framework="verl", say=self._say)
+        self.sync = SyncGate(every, on_fault == "stop", KEY, lambda line: say(line, err=True))
 
     def _runs_ahead(self, config: Any) -> bool:
         return bool(get(config, "trainer.v1.trainer_mode", "sync") != "sync")
@@ -97,7 +101,9 @@ class TrainerGate:
 
         ``step``: of the batch, if it is not the trainer's. verl numbers weights by the step after which they were sent.
         """
-        step = self._step(trainer) if step is None else step
+        return self.sync.metrics() | self._looked(trainer, batch, self._step(trainer) if step is None else step)
+
+    def _looked(self, trainer: Any, batch: Any, step: int) -> dict[str, float]:
         if self.looked == 0:
             self._recall(step)
         if self.looked < FIRST:

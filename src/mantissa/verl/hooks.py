@@ -25,6 +25,7 @@ from mantissa.verl.version import plugin_points
 
 Change = Callable[[ModuleType], None]
 _GATE = "mantissa_gate"  # a trainer's attribute
+_THIS: dict[str, Any] = {}  # of this process: its trainer's gate
 
 
 class _AsImported(MetaPathFinder):
@@ -71,13 +72,13 @@ def _change_v1(module: ModuleType) -> None:
     @functools.wraps(init)
     def judged_init(self: Any) -> Any:
         _judge(self.config)
+        _set_v1_gate(self)
         return init(self)
 
     @functools.wraps(fit)
     def gated_fit(self: Any, *arguments: Any, **named: Any) -> Any:
-        from mantissa.verl.gate import TrainerGate, of_config
-
-        setattr(self, _GATE, of_config(self.config, TrainerGate))
+        if not hasattr(self, _GATE):
+            _set_v1_gate(self)
         return fit(self, *arguments, **named)
 
     @functools.wraps(score)
@@ -88,6 +89,18 @@ def _change_v1(module: ModuleType) -> None:
         return scored
 
     trainer.init, trainer.fit, trainer._compute_old_log_prob = judged_init, gated_fit, gated_score
+
+
+def _set_v1_gate(trainer: Any) -> None:
+    from mantissa.verl.gate import TrainerGate, of_config
+
+    _set_gate(trainer, of_config(trainer.config, TrainerGate))
+
+
+def _set_gate(trainer: Any, gate: Any) -> None:
+    """Of a trainer, and of each sync in its process."""
+    setattr(trainer, _GATE, gate)
+    _THIS[_GATE] = gate
 
 
 def _change_v0(module: ModuleType) -> None:
@@ -190,7 +203,51 @@ def _change_engines(module: ModuleType) -> None:
         importlib.import_module("mantissa.verl.fsdp")
 
 
+def _change_syncs(module: ModuleType) -> None:
+    """``CheckpointEngineManager``, by which every trainer sends its weights: each sync is looked at once it is done."""
+    with plugin_points():
+        manager: Any = module.CheckpointEngineManager
+        update, both_ways = manager.update_weights.__wrapped__, module.auto_await  # awaited or called, as verl has it
+
+    @functools.wraps(update)
+    async def proven(self: Any, global_steps: int | None = None) -> Any:
+        result, gate = await update(self, global_steps=global_steps), _THIS.get(_GATE)
+        if gate is not None:
+            gate.sync.after_sync(list(self.actor_wg._workers), self.replicas, global_steps)
+        return result
+
+    manager.update_weights = both_ways(proven)
+
+
+def _change_vllm_server(module: ModuleType) -> None:
+    """vLLM's server of verl's: what its workers answer to a question of ours goes on to who asked."""
+    with plugin_points():
+        server: Any = module.vLLMHttpServer
+        call = server.collective_rpc
+
+    @functools.wraps(call)
+    async def answering(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(method, str) and method.startswith("mantissa_"):
+            return await self.engine.collective_rpc(method=method, timeout=timeout, args=args, kwargs=kwargs)
+        return await call(self, method, timeout=timeout, args=args, kwargs=kwargs)
+
+    server.collective_rpc = answering
+
+
+def _change_vllm_worker(module: ModuleType) -> None:
+    """verl's part of vLLM's worker: it can also say what it computes with."""
+    from mantissa.rollout.vllm.worker import WeightReader
+
+    with plugin_points():
+        worker: Any = module.vLLMColocateWorkerExtension
+    for name in ("mantissa_weights", "mantissa_write"):
+        setattr(worker, name, vars(WeightReader)[name])
+
+
 _CHANGES: dict[str, Change] = {
+    "verl.checkpoint_engine.base": _change_syncs,
+    "verl.workers.rollout.vllm_rollout.vllm_async_server": _change_vllm_server,
+    "verl.workers.rollout.vllm_rollout.utils": _change_vllm_worker,
     "verl.workers.engine": _change_engines,
     "verl.utils.config": _change_validation,
     "verl.workers.rollout.replica": _change_replicas,
@@ -220,7 +277,7 @@ def _make_gate(trainer: Any, score: Callable[[Any, Any], Any]) -> None:
             f"{KEY}: {kind.__module__}.{kind.__name__} has its actor learn without RayPPOTrainer._update_actor, before "
             f"which the gate looks; expected a trainer that calls it. Leave {KEY} out, or run verl.trainer.main_ppo"
         )
-    setattr(trainer, _GATE, gate)
+    _set_gate(trainer, gate)
 
 
 def _learns_by_update(kind: type) -> bool:

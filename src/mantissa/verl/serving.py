@@ -116,6 +116,14 @@ class Answer:
     step: int | None
 
 
+def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 values that lie on a half's grid as that half: simulated formats are kept so."""
+    if x.dtype is not torch.float32 or dtype not in (torch.bfloat16, torch.float16):
+        return x
+    half = x.to(dtype)
+    return half if torch.equal(half.float(), x) else x
+
+
 @dataclass(frozen=True)
 class _Waiting:
     request: Request
@@ -155,6 +163,16 @@ class Serving:
         await self._in_thread(lambda: self._load(setup, weights))
         self.step = step if step is not None else self.step
         self._seen.clear()
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """What is sampled with, by name, in the rollout's format; codes beside their scales (``NAME_scale_inv``)."""
+        if self._engine is None:
+            return {}
+        found, dtype = self._engine.weights, self._engine.format.dtype
+        named = {f"{name.removesuffix('.scales')}_scale_inv" if name.endswith(".scales") else name: each
+                 for name, each in found.items()}  # fmt: skip
+        return {name: _narrowed(each, dtype) for name, each in named.items()}
 
     def _load(self, setup: Setup, weights: Mapping[str, Tensor]) -> None:
         if self._setup != setup or self._engine is None:
