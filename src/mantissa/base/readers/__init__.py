@@ -12,10 +12,11 @@
 | tables of text | ``csv`` | bytes, columns, rows, cells |
 | event files of TensorBoard | ``events`` | bytes of a file and of a record, scalars |
 | safetensors | ``safetensors`` | bytes of the header, tensors |
-| parquet | ``parquet`` | rows, values, bytes as they are unpacked |
-| SQLite | ``sqlite`` | processor seconds of a statement, bytes of a value; no views, triggers, virtual tables |
+| parquet | ``parquet`` | rows, values; bytes as they are unpacked, drawn |
+| SQLite | ``sqlite`` | bytes of a value; seconds and bytes of rows, drawn; no views, triggers, virtual tables |
 | tokenizers | ``tokenizers`` | bytes, added tokens, and how much longer a text may become |
 
+Files and their bytes are drawn from the command's budget (``mantissa.base.budget``), and so is what is said so above.
 GGUF's is ``mantissa.model.gguf``: it knows the models that may be in it.
 """
 
