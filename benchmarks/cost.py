@@ -4,8 +4,8 @@
 
 One thing grows at a time, the others stay at the base. Sampling is our engine's, of half of the tokens of each row;
 training is forward, backward and AdamW. Peak memory is what the process holds at most while either is built and done
-once, beyond what it held before. The exponent is the slope of log cost over log work: 1 is linear; the last one is of the two largest sizes.
-On one thread, so that other work on the machine does not count.
+once, beyond what it held before. The exponent is the slope of log cost over log work: 1 is linear; the last one is of
+the two largest sizes. On one thread, so that other work on the machine does not count.
 """
 
 from __future__ import annotations
