@@ -167,6 +167,22 @@ def test_runs_of_two_seeds_and_of_a_trainer(
     assert "<h1>3 runs compared</h1>" in (tmp_path / "compare.html").read_text()
 
 
+def test_a_long_line_goes_on_below_its_last_column() -> None:
+    text = (
+        "what runs\n  loss scaling  none  (the learner is bf16; verl makes a scaler for fp16 alone)\n\n  a.key="
+        + "x" * 50
+    )
+    assert cli.folded(text) == text, "no terminal"
+    assert cli.folded(text, 48).split("\n") == [
+        "what runs",
+        "  loss scaling  none  (the learner is bf16; verl",
+        "                      makes a scaler for fp16",
+        "                      alone)",
+        "",
+        "  a.key=" + "x" * 50,  # a setting stays whole
+    ]
+
+
 def look_row(pair: str, gap: float, seconds: float = 0.5) -> dict[str, Any]:
     figure = "abs_logp_diff_mean"
     whole = {figure: gap, f"{figure}_low": 0.9 * gap, f"{figure}_high": 1.1 * gap}
