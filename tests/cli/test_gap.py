@@ -184,7 +184,7 @@ def test_default_pairs_lead_with_a_serving_engine(
 ) -> None:
     asked: list[command.GapConfig] = []
 
-    def noted(config: command.GapConfig, say: Any) -> command.GapResult:
+    def noted(config: command.GapConfig, *tell: Any) -> command.GapResult:
         asked.append(config)
         return command.GapResult(Path())
 

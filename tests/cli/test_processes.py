@@ -267,7 +267,7 @@ def test_threads_are_divided_unless_somebody_said_how_many(monkeypatch: pytest.M
     assert [threads_each(n) for n in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert threads_each(8) == 3
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr("mantissa.base.environ._LOAD", 0.0)
     assert crowded(3, 2) is None
     warning = str(crowded(3, 4))
     assert warning.startswith("warning: 12 threads on 8 cores")

@@ -49,6 +49,7 @@ _SETTINGS = {
 
 _MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 _SPINS = "10000"
+_LOAD = os.getloadavg()[0]  # before this process adds its own: of an hour's training the present one would be its own
 # The instructions that torch, oneDNN and MKL choose by: another set of them sums and rounds otherwise.
 _FLAGS = ("avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16",
           "amx_bf16", "amx_int8", "amx_fp16", "asimd", "sve", "bf16", "i8mm")  # fmt: skip
@@ -176,10 +177,10 @@ def unsteady() -> str | None:
 
 
 def crowded(threads: int, processes: int = 1) -> str | None:
-    """A warning where ``processes`` of ``threads`` each and the machine's present load are more than its cores; None
-    where they fit, and where there is no thread to spare."""
+    """A warning where ``processes`` of ``threads`` each and the machine's load, as this process found it, are more than
+    its cores; None where they fit, and where there is no thread to spare."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    load = os.getloadavg()[0]
+    load = _LOAD
     total = threads * processes
     if threads == 1 or total + load < cores + 1:
         return None

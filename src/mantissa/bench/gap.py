@@ -147,8 +147,12 @@ class GapResult:
     report: Path | None = None  # of the run in whose folder this is
 
 
-def run_gap(config: GapConfig, say: Callable[[str], None]) -> GapResult:
-    """Measure every pair and write the rows as they are made, then the page; in a run's folder also its report anew."""
+def run_gap(
+    config: GapConfig, say: Callable[[str], None], measured: Callable[[Row], None] = lambda row: None
+) -> GapResult:
+    """Measure every pair and write the rows as they are made, then the page; in a run's folder also its report anew.
+
+    ``say`` is told what is at work, ``measured`` each row as it is made."""
     policies, texts = policies_of(config), read_prompts(config.prompts)
     if config.prompts is None:
         texts = texts[: config.own]
@@ -190,6 +194,7 @@ def run_gap(config: GapConfig, say: Callable[[str], None]) -> GapResult:
         if policy.kernels == "exact" and row["differing"]:
             result.failed.append(f"{name}: {row['differing']} of {row['tokens']} log-probs differ, and none may")
         result.rows.append(row)
+        measured(row)
         result.completions += completions
         rows_of.write(result.folder / ROWS, result.rows)
         rows_of.write(result.folder / COMPLETIONS, result.completions)

@@ -8,7 +8,10 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
+import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -169,6 +172,22 @@ def screen(least: int = 0) -> Console:
     console = Screen(markup=False, highlight=False)
     console.width = max(console.width, least)
     return console
+
+
+def folded(text: str, wide: int | None = None) -> str:
+    """Lines of at most ``wide`` columns, broken between words and gone on with below their last column; by default the
+    terminal's width, and where output is no terminal the text as it is."""
+    if wide is None:
+        if not sys.stdout.isatty():
+            return text
+        wide = shutil.get_terminal_size().columns
+    lines = []
+    for line in text.split("\n"):
+        starts = [each.end() for each in re.finditer(r" {2,}(?=\S)", line[: wide // 2])]
+        first, under = line[: len(line) - len(line.lstrip())], " " * (starts[-1] if starts else 0)
+        fold = textwrap.TextWrapper(wide, first, under, break_long_words=False, break_on_hyphens=False)  # to be copied
+        lines.append(fold.fill(line.lstrip()))
+    return "\n".join(lines)
 
 
 # Each command's line in the list of --help, under its group; those of MORE are in that of ``mantissa more``.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mantissa.base.errors import MantissaError, say
+from mantissa.cli import folded
 
 if TYPE_CHECKING:
     from mantissa.launch.settings import Answer
@@ -71,7 +72,7 @@ def check(
         from mantissa.launch.job import check_job
 
         lines, answer = check_job(job, framework, verl_version)
-        say("\n".join([*lines, "", answer.text]))
+        say(folded("\n".join([*lines, "", answer.text])))
         return _exit(answer)
     version = verl_version or _LATEST
     if framework == "verl" or (framework is None and all("actor_rollout_ref." in each for each in files or ())):
@@ -82,7 +83,7 @@ def check(
         pairs = [f"++{key}={value}" for key, value in given.settings.items() if "." in key]
         return verl(shell if len(files or ()) == len(shell) == 1 else pairs, version)
     found = check_settings(given, whose(given, framework))
-    say(found.text)
+    say(folded(found.text))
     return _exit(found)
 
 
@@ -99,5 +100,5 @@ def verl(overrides: list[str], version: str) -> None:
     if version not in VERSIONS:
         raise MantissaError(f"--verl-version {version}: expected one of {', '.join(VERSIONS)}")
     report = check_verl(overrides, version)
-    say(report.text)
+    say(folded(report.text))
     _exit(report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -68,22 +69,36 @@ def gap(
 
     mantissa gap runs/mine --pairs fp16,bf16,bf16/fp16,fp16+exact --prompts prompts.txt --samples 4
     """  # fmt: skip
+    keep_freed_memory()
+    progress("loading torch")
+    import torch
+
+    progress("")
+    echo_warning(crowded(torch.get_num_threads()), err=True)
     measure(context.obj, model, device, as_json)
 
 
-def measure(options: dict[str, Any], model: str, device: str, as_json: bool, look: bool = False) -> GapRows | None:
-    """Measure, print what was found, and return it, None for nothing; of a first ``look`` only bars are printed."""
-    keep_freed_memory()
-    import torch
+def measure(
+    options: dict[str, Any],
+    model: str,
+    device: str,
+    as_json: bool,
+    look: bool = False,
+    measured: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> GapRows | None:
+    """Measure, print what was found, and return it, None for nothing; of a ``look`` only bars are printed.
 
+    ``measured`` is told each pair's row as it is made.
+    """
+    keep_freed_memory()
+    progress("loading torch")
     from mantissa.base.ranks import choose_device
     from mantissa.bench.gap import run_gap
     from mantissa.bench.options import GapConfig
     from mantissa.runs.gap_page import GapRows
 
     config = GapConfig(model=model, device=str(choose_device(device)), **options)
-    echo_warning(crowded(torch.get_num_threads()), err=True)
-    result = run_gap(config, progress)
+    result = run_gap(config, progress, measured)
     progress("")
     if as_json:
         for row in result.rows:

@@ -30,6 +30,7 @@ def sample(
 
     Printed for each: total log-prob under the sampling distribution, why it ended, text.
     """
+    progress("loading torch")
     from mantissa.base.ranks import choose_device
     from mantissa.base.seeds import derive_seed
     from mantissa.kernels import resolve, rollout_kernels
@@ -41,7 +42,7 @@ def sample(
     from mantissa.rollout.transformers import TransformersEngine, in_role
 
     chosen = choose_device(device)
-    progress("loading the model")
+    progress(f"loading {model}")
     resolved = resolve(PrecisionPolicy.parse(precision), chosen)
     role = resolved.rollout
     policy, tokenizer, refused = open_any(policy_folder(model))

@@ -112,7 +112,7 @@ class Report(Answer):
         if self.meant:
             lines += ["", "for the format that was asked for, in every role", *(f"  {one}" for one in self.meant)]
         if self.others:
-            lines += ["", f"{self.others} other settings are not about precision"]
+            lines += ["", f"not about precision: {self.others} other setting{'s' * (self.others != 1)}"]
         return "\n".join(lines)
 
 

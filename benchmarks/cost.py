@@ -1,0 +1,115 @@
+"""What a step costs as its work grows: seconds of processor time and peak memory, by rows, length, weights, vocabulary.
+
+    python benchmarks/run.py cost [--axes rows length] [--rounds 5]
+
+One thing grows at a time, the others stay at the base. Sampling is our engine's, of half of the tokens of each row;
+training is forward, backward and AdamW. Peak memory is what the process holds at most while either is built and done
+once, beyond what it held before. The exponent is the slope of log cost over log work: 1 is linear; the last one is of
+the two largest sizes. On one thread, so that other work on the machine does not count.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from runner import Rows, case
+from steps import decoder_config, interleaved, training_step
+
+from mantissa.kernels import resolve, rollout_kernels
+from mantissa.model.config import ModelConfig
+from mantissa.model.decoder import Decoder
+from mantissa.precision import PrecisionPolicy
+from mantissa.rollout import NativeEngine, Request, SamplingParams
+
+BASE = {"rows": 16, "length": 64, "hidden": 128, "vocabulary": 512}
+AXES: dict[str, tuple[int, ...]] = {
+    "rows": (8, 16, 32, 64),
+    "length": (32, 64, 128, 256, 512),
+    "hidden": (64, 128, 256, 512),
+    "vocabulary": (256, 1024, 4096, 16384),
+}
+LAYERS = 4
+
+
+def peak_above(work: Callable[[], Any]) -> int:
+    """Bytes that the process holds at most during the call, beyond what it held before; Linux."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free already is not to be taken for nothing
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _status("VmRSS")
+    work()
+    return max(0, _status("VmHWM") - before)
+
+
+def peak_of(make: Callable[[dict[str, int]], Callable[[], Any]], size: dict[str, int]) -> int:
+    """The same for what is built and done once."""
+    return peak_above(lambda: make(size)())
+
+
+def _status(name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """The least-squares slope of log y over log x."""
+    if min(y) <= 0:
+        return math.nan
+    a, b = ([math.log(each) for each in values] for values in (x, y))
+    centre = sum(a) / len(a)
+    return sum((u - centre) * v for u, v in zip(a, b, strict=True)) / sum((u - centre) ** 2 for u in a)
+
+
+def config_of(size: dict[str, int]) -> ModelConfig:
+    return decoder_config(size["hidden"], LAYERS, size["vocabulary"])
+
+
+def sampling(size: dict[str, int]) -> Callable[[], Any]:
+    """Our engine in fp32, with its weights and cache: completions of half of each row's tokens."""
+    resolved = resolve(PrecisionPolicy.parse("fp32"), "cpu")
+    prompt, slots = size["length"] // 2, {"slots": size["rows"], "max_length": size["length"]}
+    engine = NativeEngine(config_of(size), rollout_kernels(resolved), kv_format=resolved.kv_cache.active, **slots)
+    model = Decoder(config_of(size)).initialize(torch.Generator().manual_seed(0))
+    engine.sync(dict(model.state_dict()), 0)
+    requests = [Request(tuple((i + j) % size["vocabulary"] for j in range(prompt)), i, 1) for i in range(size["rows"])]
+    params = SamplingParams(max_tokens=size["length"] - prompt)
+    return lambda: engine.generate(requests, params, 0)
+
+
+def training(size: dict[str, int]) -> Callable[[], Any]:
+    """Forward, backward and AdamW of all tokens of all rows, in fp32."""
+    return training_step(PrecisionPolicy.parse("fp32"), config_of(size), size["rows"], size["length"], "cpu")
+
+
+@case(axes=("rows",), rounds=1, most=2)
+def cost(axes: Sequence[str] = tuple(AXES), rounds: int = 5, most: int = 9) -> Rows:
+    """Exponents of a step's time and memory as rows, length, weights and vocabulary grow; ``most``: sizes of each."""
+    torch.set_num_threads(1)
+    makers = {"sample": sampling, "train": training}
+    for make in makers.values():
+        make(BASE)()  # what a process takes once, and no size of work
+    for axis in axes:
+        x, found = list[float](), dict[str, list[float]]()
+        for value in AXES[axis][:most]:
+            size = BASE | {axis: value}
+            x.append(sum(w.numel() for w in Decoder(config_of(size)).parameters()) if axis == "hidden" else value)
+            memory = {f"{name} peak_bytes": peak_of(make, size) for name, make in makers.items()}
+            do = {name: make(size) for name, make in makers.items()}
+            times = interleaved(do, warm_up=1, rounds=rounds)
+            # the least, since what else runs only adds
+            for metric, measured in (memory | {f"{name} seconds": min(each) for name, each in times.items()}).items():
+                found.setdefault(metric, []).append(measured)
+        about = {"case": "weights" if axis == "hidden" else axis, "sizes": x, "rounds": rounds, "base": str(BASE)}
+        yield [
+            about
+            | {"metric": metric, "unit": "exponent", "value": slope(x, y), "last": slope(x[-2:], y[-2:]), "measured": y}
+            for metric, y in found.items()
+        ]

