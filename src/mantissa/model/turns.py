@@ -11,6 +11,7 @@ Both spell one text, so they part and meet again; each such place is named by it
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -151,39 +152,31 @@ def _parted(tokenizer: Tokenizer, turns: Sequence[Turn]) -> Iterator[Place]:
     text = tokenizer.decode(was, special=True)
     now = tokenizer.encode(text, special=True)
     special = frozenset(tokenizer.backend.all_special_ids)
-    ends, at = list[int](), 0
-    for turn in turns:
-        at += len(turn.ids)
-        ends.append(at)
+    ends = list(itertools.accumulate(len(turn.ids) for turn in turns))
     lossy = _UNREADABLE in text
 
     def spell_alike(old: Sequence[int], new: Sequence[int]) -> bool:
         return tokenizer.decode(old, special=True) == tokenizer.decode(new, special=True)
 
     for (start, stop), (first, last) in parted(was, now, spell_alike):
-        turn = next((number for number, end in enumerate(ends) if start < end), len(ends) - 1)
         old, new = tuple(was[start:stop]), tuple(now[first:last])
         texts = tokenizer.decode(old, special=True), tokenizer.decode(new, special=True)
+        pieces = _pieces(tokenizer, old), _pieces(tokenizer, new)
         if sorted(special.intersection(old)) != sorted(special.intersection(new)):
             border = Border.SPECIAL
-        elif (spelled := _pieces(tokenizer, old)) != (again := _pieces(tokenizer, new)) and _same_but_spaces(
-            spelled, again
-        ):
+        elif pieces[0] != pieces[1] and pieces[0].translate(_SPACES) == pieces[1].translate(_SPACES):
             border = Border.SPACE
         elif texts[0] != texts[1] or (lossy and _UNREADABLE in texts[0]):
             border = Border.LOST
         else:
             border = Border.TURN if any(start < end < stop for end in ends[:-1]) else Border.MERGE
-        yield Place(border, turn, turns[turn].name, start, old, new, *texts)
+        number = next((each for each, end in enumerate(ends) if start < end), len(ends) - 1)
+        yield Place(border, number, turns[number].name, start, old, new, *texts)
 
 
 def _pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """The tokens as the vocabulary writes them: with their spaces, which decoding may strip."""
     return "".join(str(piece) for piece in tokenizer.backend.convert_ids_to_tokens(list(ids)))
-
-
-def _same_but_spaces(one: str, other: str) -> bool:
-    return one.translate(_SPACES) == other.translate(_SPACES)
 
 
 def parted(
