@@ -59,9 +59,10 @@ class Masked(NamedTuple):
 
     def of_term(self, name: str, otherwise: str) -> Tensor:
         """What a loss cannot do without; ``MantissaError`` with ``otherwise`` where it was not given."""
-        if name not in self.of_terms:
+        found = self.of_terms.get(name)
+        if found is None:
             raise MantissaError(otherwise)
-        return self.of_terms[name]
+        return found
 
 
 class Loss(Config):
