@@ -5,6 +5,7 @@ Each touches only the places that its row names, and then a run of it by the com
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -182,7 +183,43 @@ class Next(GeneratedTask):
     return copy.train(task="{kind: next, train_size: 8, heldout_size: 0, warm_start_size: 0}")
 
 
-TOYS = {"loss": a_loss, "number format": a_format, "rollout engine": an_engine, "task": a_task}
+def a_term(copy: Copy) -> str:
+    """An objective of another kind than a loss of log-probs: of the logits themselves, in the policy's own forward."""
+    copy.write(
+        "rl/terms/toy.py",
+        '''"""Keeps the logits' log-partition near 0: ``1e-2 * sum scale * logsumexp(logits)^2``."""
+
+from mantissa.algorithms import Accumulator
+from mantissa.precision.numerics import masked_sum
+from mantissa.rl.terms.base import Term
+
+
+class ZLoss(Term):
+    numbers = 1
+
+    def of_logits(self, batch):
+        return lambda start, logits_nV: logits_nV.logsumexp(-1, keepdim=True)
+
+    def adds(self, micro, numbers_BRM):
+        value = 1e-2 * masked_sum(micro.scale_BR * numbers_BRM[..., 0].square(), micro.batch.valid_BR)
+        print(f"z-loss {float(value):.9f}")
+        return value, {"policy/entropy_bonus": Accumulator.of("sum", value)}
+''',
+    )
+    copy.edit("rl/objective.py", "    terms: list[Term] = []\n", "    terms: list[Term] = [ZLoss()]\n")
+    base = "from mantissa.rl.terms.base import"
+    copy.edit("rl/objective.py", base, f"from mantissa.rl.terms.toy import ZLoss\n{base}")
+    said = copy.train(loss="{kind: reinforce, centering: 2}")  # beside another that asks for numbers of the logits
+    rows = [json.loads(row) for row in (copy.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    told = [float(value) for value in re.findall(r"^z-loss (\S+)$", said, re.M)]
+    learned = [row for row in rows if "policy/entropy_bonus" in row]
+    assert learned
+    assert [round(row["policy/entropy_bonus"], 6) for row in learned] == [round(value, 6) for value in told]
+    assert all(row["policy/centering"] >= 0 for row in learned)
+    return said
+
+
+TOYS = {"loss": a_loss, "term": a_term, "number format": a_format, "rollout engine": an_engine, "task": a_task}
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from mantissa.rl.assemble import Parts
 from mantissa.rl.collect.ahead import pack, unpack
 from mantissa.rl.collect.batch import Batch
 from mantissa.rl.experience import Scored
+from mantissa.rollout.most_probable import MostProbable
 from mantissa.runs.directory import RunDirectory
 from small_run import configure
 
@@ -66,7 +67,6 @@ def test_the_gradient_is_that_of_float64(made: Callable[..., Parts], tmp_path: P
     experience = drawn(parts, top_p)
     found = gradients(parts.learner, experience)
     oracle: Any = hugging_face(parts, tmp_path / "hf")
-    assert experience.most_probable is not None
     total, tokens = torch.zeros((), dtype=torch.float64), int(experience.mask_BR.sum())
     for row in range(len(experience)):
         prompt, length = int(experience.prompt_length_B[row]), int(experience.length_B[row])
@@ -76,13 +76,13 @@ def test_the_gradient_is_that_of_float64(made: Callable[..., Parts], tmp_path: P
         logits = oracle(whole[None]).logits[0]
         for place in range(length - prompt):
             at = logits[prompt - 1 + place]
-            if experience.support is not None:
+            if experience.support:
                 kept = experience.support[row].mask(place, place + 1, len(at))[0]
                 at = torch.where(kept, at, -torch.inf)
             logp = at.log_softmax(-1)
             token, rollout = int(whole[prompt + place]), float(experience.rollout_logp_BR[row, place])
             weight = min((logp[token] - rollout).exp().item(), 2.0)
-            top = experience.most_probable[row]
+            top = MostProbable(*(experience.column(f"top_{name}_BRK")[row] for name in ("ids", "logp")))
             head = [
                 (int(v), float(q))
                 for v, q in zip(top.ids_TK[place], top.logp_TK[place].double().exp(), strict=True)
@@ -121,12 +121,9 @@ def test_what_was_sampled_ahead_keeps_them(made: Callable[..., Parts]) -> None:
     batch = Batch(3, 0, 4, list(range(4)), samples, parts.sampler.grade(samples), {}, {})
     tensors, plain = pack([batch])
     (again,) = unpack(tensors, plain, train, parts.sampler, parts.model.config.vocab_size)
-    one, other = (each.experience(torch.device("cpu")).most_probable for each in (batch, again))
-    assert one is not None
-    assert other is not None
-    for a, b in zip(one, other, strict=True):
-        assert torch.equal(a.ids_TK, b.ids_TK)
-        assert torch.equal(a.logp_TK, b.logp_TK)
+    one, other = (each.experience(torch.device("cpu")) for each in (batch, again))
+    for name in ("top_ids_BRK", "top_logp_BRK"):
+        assert torch.equal(one.column(name), other.column(name))
     tensors["ahead/3/top_ids"][0, 0] = -1
     with pytest.raises(MantissaError, match="most probable tokens"):
         unpack(tensors, plain, train, parts.sampler, parts.model.config.vocab_size)

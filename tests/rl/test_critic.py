@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from mantissa.rl import resume
 from mantissa.rl.assemble import Parts
 from mantissa.rl.experience import Scored
 from mantissa.rl.objective import weigh
+from mantissa.rl.terms.critic import Critic
 from mantissa.runs.directory import RunDirectory
 from small_run import configure, contents, stopped
 
@@ -28,21 +28,19 @@ FP32 = ("precision=fp32", "warm_start=null", "optimizer.updates_per_batch=1", GA
 
 def drawn(parts: Parts) -> Scored:
     """Scored and weighed completions, under a value model whose output is not 0."""
-    critic = parts.learner.critic
-    assert critic is not None
+    critic = parts.learner.term(Critic)
     with torch.no_grad():
         critic.model.value.weight.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(4))
         critic.model.value.bias.fill_(0.1)
     result = parts.sampler.sample(parts.task.split("train", 5), 4, parts.sampler.params(6, 1.0), 0, 0, "test")
     experience = of_samples(result, [float(number % 3 == 0) for number in range(len(result))])
     experience = experience.with_learner(*parts.learner.score(experience))
-    return weigh(replace(experience, value_BR=critic.score(experience)), parts.learner.algorithm)
+    return weigh(experience.having(**critic.score(experience)), parts.learner.algorithm)
 
 
 def test_values_and_gradient_are_those_of_float64(made: Callable[..., Parts], tmp_path: Path) -> None:
     parts = made(*FP32, "optimizer.max_grad_norm=.inf")
-    critic = parts.learner.critic
-    assert critic is not None
+    critic = parts.learner.term(Critic)
     critic.take(parts.learner.weights)
     experience = drawn(parts)
     oracle: Any = hugging_face(parts, tmp_path / "hf")
@@ -51,12 +49,10 @@ def test_values_and_gradient_are_those_of_float64(made: Callable[..., Parts], tm
     for row, (states, _, _) in enumerate(naive_sequences(oracle, experience)):
         prompt, length = int(experience.prompt_length_B[row]), int(experience.length_B[row])
         values.append(states[prompt - 1 : length - 1] @ weight[0] + bias)
-        assert experience.value_BR is not None
-        seen.append(experience.value_BR[row, : length - prompt])
+        seen.append(experience.column("value_BR")[row, : length - prompt])
     flat = torch.cat(values)
     np.testing.assert_allclose(torch.cat(seen).double(), flat.detach(), atol=1e-5)
-    assert experience.target_BR is not None
-    target = experience.target_BR[experience.mask_BR].double()
+    target = experience.column("target_BR")[experience.mask_BR].double()
     (0.5 * (flat - target).square().mean()).backward()  # at the old values the clip holds nothing
 
     found: dict[str, torch.Tensor] = {}
@@ -84,8 +80,7 @@ def test_the_split_into_micro_batches_does_not_show(made: Callable[..., Parts]) 
     grown = []
     for more in ((), ("optimizer.micro_batch_tokens=20",)):
         parts = made(*FP32, *more)
-        critic = parts.learner.critic
-        assert critic is not None
+        critic = parts.learner.term(Critic)
         critic.take(parts.learner.weights)
         experience = drawn(parts)
         policy = dry_update(parts.learner, experience)[0]
@@ -130,9 +125,9 @@ def test_it_begins_as_the_merged_policy(made: Callable[..., Parts]) -> None:
         for name, parameter in learner.model.named_parameters():
             if "lora" in name:
                 parameter.normal_(generator=torch.Generator().manual_seed(1))
-    assert learner.critic is not None
-    learner.critic.take(learner.weights)
-    for name, weight in learner.critic.weights.items():
+    critic = learner.term(Critic)
+    critic.take(learner.weights)
+    for name, weight in critic.weights.items():
         if name.startswith("body."):
             assert torch.equal(weight, learner.weights[name.removeprefix("body.")]), name
             assert not torch.equal(weight, torch.zeros_like(weight))

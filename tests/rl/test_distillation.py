@@ -48,7 +48,7 @@ def drawn(parts: Parts) -> Scored:
     experience = of_samples(result, [0.0] * len(result))
     experience = experience.with_learner(*parts.learner.score(experience))
     assert parts.reference is not None
-    return replace(experience, ref_logp_BR=parts.reference.score(experience))
+    return experience.having(ref_logp_BR=parts.reference.score(experience))
 
 
 def test_the_gradient_is_that_of_float64_and_of_k2(made: Callable[..., Parts], teacher: Path, tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from mantissa.base.ranks import ALONE
 from mantissa.model.partition import kept_units
 from mantissa.rl.assemble import Parts, assemble, new_learner
 from mantissa.rl.experience import Scored
-from mantissa.rl.flow import PREFIX
 from mantissa.rl.learner import Learner
 from mantissa.rl.objective import weigh
+from mantissa.rl.terms.flow import PREFIX, Partition
 from small_run import configure
 
 BASE = (
@@ -53,7 +53,8 @@ def model(parts: Parts, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def learner_of(parts: Parts, *overrides: str) -> Learner:
     """A learner of that policy with other options."""
-    return new_learner(configure(*BASE, *overrides), parts.model, parts.learner.kernels, parts.new_scaler(), ALONE)
+    known = parts.model, parts.learner.kernels, parts.new_scaler(), ALONE, parts.reference
+    return new_learner(configure(*BASE, *overrides), *known)
 
 
 def split_by(learner: Learner, tokens: int) -> Learner:
@@ -226,8 +227,7 @@ def naive_flowrl(
         std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
         state = states[:prompt].mean(0)
         log_z = naive_head(head, state.detach() if detach else state, keys[row], dropout)
-        assert experience.ref_logp_BR is not None
-        ref = experience.ref_logp_BR[row, :count].double().mean()
+        ref = experience.column("ref_logp_BR")[row, :count].double().mean()
         delta = log_z + logp.mean() - BETA * (reward - mean) / (std + 1e-6) - ref
         gap = [float(logp[j].detach()) - float(experience.rollout_logp_BR[row, j]) for j in range(count)]
         whole = math.exp(sum(gap))
@@ -249,9 +249,9 @@ def test_gradients_of_policy_and_head_are_those_of_a_hand_written_loss_whatever_
     loss = f"{{kind: flowrl, beta: {BETA}, partition_dropout: {dropout}, detach_partition: {str(detach).lower()}}}"
     learner = learner_of(parts, f"algorithm.loss={loss}", f"algorithm.correction={corrected}")
     experience = sampled(parts, reference=True)
-    assert learner.flow is not None
-    head = {name: weight.double().requires_grad_() for name, weight in learner.flow.weights.items()}
-    keys = learner.flow.keys(experience.group_B, 1)
+    flow = learner.term(Partition).flow
+    head = {name: weight.double().requires_grad_() for name, weight in flow.weights.items()}
+    keys = flow.keys(experience.group_B, 1)
     expected = of_model(model, naive_flowrl(model, head, experience, keys, dropout, corrected, detach))
     expected |= {PREFIX + name: weight.grad for name, weight in head.items() if weight.grad is not None}
     for tokens in SPLITS:
@@ -280,8 +280,7 @@ SLOPE: dict[str, Callable[[float], float]] = {  # by logp, of which log r is min
 
 def log_r(experience: Scored) -> list[list[float]]:
     """logp_ref - logp of each completion's tokens."""
-    assert experience.ref_logp_BR is not None
-    rows = (experience.ref_logp_BR.double() - experience.old_logp_BR.double()).tolist()
+    rows = (experience.column("ref_logp_BR").double() - experience.old_logp_BR.double()).tolist()
     return [row[: int(count)] for row, count in zip(rows, experience.mask_BR.sum(1), strict=True)]
 
 
@@ -327,7 +326,8 @@ def test_in_the_reward_it_comes_before_the_advantages(parts: Parts, kind: str, e
 def test_alone_a_reference_is_measured_and_changes_nothing(parts: Parts) -> None:
     learner, experience = learner_of(parts), sampled(parts, reference=True)
     with_it, update = dry_update(learner, experience)
-    without, bare = dry_update(learner, dataclasses.replace(experience, ref_logp_BR=None))
+    kept = {name: column for name, column in experience.columns.items() if name != "ref_logp_BR"}
+    without, bare = dry_update(learner, dataclasses.replace(experience, columns=kept))
     assert all(torch.equal(gradient, without[name]) for name, gradient in with_it.items())
     every = [x for row in log_r(experience) for x in row]
     tallies = {name: float(value) for name, value in values(update.tallies).items()}
@@ -433,8 +433,8 @@ def test_tokens_are_chosen_of_a_whole_step_whatever_the_split(parts: Parts, loss
     experience = sampled(parts)
     rollout = experience.rollout_logp_BR  # half a nat from old: a ratio, so that what is held has a gradient
     experience = dataclasses.replace(experience, old_logp_BR=rollout)
-    weighed = learner._with_choice(weigh(experience, learner.algorithm), 1)
-    chosen, valid = weighed.chosen_BR, weighed.valid_BR
+    weighed = learner.with_choice(weigh(experience, learner.algorithm), 1)
+    chosen, valid = weighed.column("chosen_BR"), weighed.valid_BR
     assert chosen is not None
     for rows in learner._parts(weighed, 1):
         assert 0 < int(chosen[rows].sum()) <= max(0.3 * int(valid[rows].sum()), 1)

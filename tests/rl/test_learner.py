@@ -22,10 +22,11 @@ from mantissa.mismatch.metrics import gap_metrics
 from mantissa.model import load_model
 from mantissa.rl.assemble import Parts
 from mantissa.rl.experience import Experience, Scored, Weighed
-from mantissa.rl.flow import PREFIX, Flow
 from mantissa.rl.learner import Learner
 from mantissa.rl.objective import weigh
 from mantissa.rl.probes import Flushed
+from mantissa.rl.terms.critic import Critic
+from mantissa.rl.terms.flow import PREFIX, Flow, Partition
 from mantissa.rl.warm_start import _supervised_step
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import StepOutcome, load_checkpoint
@@ -99,17 +100,15 @@ def test_empty_responses_add_nothing_and_change_no_other_gradient(learn: Build, 
 
     def scored(experience: Experience) -> Scored:
         scored = experience.with_learner(*learner.score(experience))
-        if parts.reference is not None:
-            scored = dataclasses.replace(scored, ref_logp_BR=parts.reference.score(experience))
-        if learner.critic is not None:
-            scored = dataclasses.replace(scored, value_BR=learner.critic.score(experience))
+        for term in learner.terms:
+            scored = scored.having(**term.score(scored))
         return scored
 
     whole = weigh(scored(batch), learner.algorithm)
     rest = torch.tensor([row for row in range(len(batch)) if row not in EMPTY[empty]])
     alone = scored(batch.select(rest))
     for field in ("old_logp_BR", "ref_logp_BR", "value_BR"):
-        one, other = getattr(whole, field), getattr(alone, field)
+        one, other = (getattr(each, field, each.columns.get(field)) for each in (whole, alone))
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             width = other.shape[1]
@@ -136,11 +135,11 @@ def dry_run(learner: Learner, weighed: Weighed) -> dict[str, Tensor]:
         learner.step.optimizer.zero_grad(set_to_none=True)
         return StepOutcome("stepped", 0, 1.0, 1.0, 0.0, 0.0)
 
-    critic, learner.critic = learner.critic, None
+    terms, learner.terms = learner.terms, [term for term in learner.terms if not isinstance(term, Critic)]
     learner.step.run = run  # type: ignore[method-assign]
     update = learner.learn(weighed, 1)
     del learner.step.run
-    learner.critic = critic
+    learner.terms = terms
     assert all(bool(torch.isfinite(tally.value())) for tally in update.tallies.values())
     return found
 
@@ -152,10 +151,8 @@ def test_a_batch_of_empty_responses_alone_moves_nothing_and_has_numbers(learn: B
     batch = with_empty(sampled(parts, reference=parts.reference is not None), list(range(20)))
     for experience in (batch, batch.select(torch.arange(20))):  # as wide as before, and of no width at all
         experience = experience.with_learner(*learner.score(experience))
-        if parts.reference is not None:
-            experience = dataclasses.replace(experience, ref_logp_BR=parts.reference.score(experience))
-        if learner.critic is not None:
-            experience = dataclasses.replace(experience, value_BR=learner.critic.score(experience))
+        for term in learner.terms:
+            experience = experience.having(**term.score(experience))
         weighed = weigh(experience, learner.algorithm)
         before = {n: weight.clone() for n, weight in learner.weights.items()}
         update = learner.learn(weighed, 1)
@@ -273,8 +270,7 @@ def test_what_is_reported_is_of_the_weights_before_the_update(learn: Build) -> N
     parts = learn("precision=fp32", *kl, "optimizer.lr=0.05")
     experience = sampled(parts, reference=True)
     update = learned(parts.learner, experience)
-    assert experience.ref_logp_BR is not None
-    apart = (experience.old_logp_BR.double() - experience.ref_logp_BR.double())[experience.mask_BR]
+    apart = (experience.old_logp_BR.double() - experience.column("ref_logp_BR").double())[experience.mask_BR]
     assert float(values(update.tallies)["reference/kl"]) == pytest.approx(float(apart.mean()), rel=1e-9)
 
 
@@ -390,8 +386,7 @@ def test_the_automatic_scale_uses_the_range_it_sees_and_resumes(learn: Build) ->
 
 
 def head_of(learner: Learner) -> Flow:
-    assert learner.flow is not None
-    return learner.flow
+    return learner.term(Partition).flow
 
 
 def test_dropout_is_named_by_seed_step_and_group(learn: Build) -> None:

@@ -73,7 +73,7 @@ def sampled(
     if not reference:
         return scored
     assert parts.reference is not None
-    return replace(scored, ref_logp_BR=off(parts.reference.score(scored), 0.5))
+    return scored.having(ref_logp_BR=off(parts.reference.score(scored), 0.5))
 
 
 def learned(learner: Learner, experience: Scored, step: int = 1) -> Update:

@@ -13,7 +13,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ def gradients(recipe: Recipe, folder: Path) -> dict[str, Any]:
         if parts.reference is not None:
             if parts.reference.teacher is None:
                 parts.reference.take(parts.learner.weights, 0)
-            experience = replace(experience, ref_logp_BR=parts.reference.score(experience))
+            experience = experience.having(ref_logp_BR=parts.reference.score(experience))
         learner, found = parts.learner, {}
 
         def run(backward: Callable[[float], None]) -> StepOutcome:
@@ -79,9 +78,9 @@ def gradients(recipe: Recipe, folder: Path) -> dict[str, Any]:
             "gradients": found,
             "tokens": experience.tokens_BT,
             "old": experience.old_logp_BR,
-            "entropy": experience.entropy_BR,
+            "entropy": experience.column("entropy_BR"),
             "rollout": experience.rollout_logp_BR,
-            "reference": experience.ref_logp_BR,
+            "reference": experience.column("ref_logp_BR"),
             "advantage": weighed.advantage_B,
             "trained": update.trained_tokens,
             "flushed": flushed,

@@ -151,11 +151,7 @@ def assemble(
     twin = exact_twin(config, model, device, longest, rows, ranks) if vllm else None
     scaling = config.loss_scaling or LossScalingConfig()
     scaler = scaling.scaler(precision.learner.active)
-    reference = None
-    if config.algorithm.reference is not None:
-        path = config.algorithm.reference.path
-        teacher = None if path is None else _teacher(path, model, tokenizer, longest)
-        reference = _reference(config, reference_kernels(precision, plan), model, teacher, device, ranks)
+    reference = _reference(config, precision, plan, model, tokenizer, longest, ranks)
     learner = new_learner(config, model, learner_kernels(precision, plan), scaler, ranks, reference)
     kernels = (twin and twin.kernels) or rollout_kernels(precision, plan)
 
@@ -193,7 +189,6 @@ def _by_transformers(config: RunConfig, task: Task, device: torch.device, ranks:
     policy, precision = as_policy(config.precision, model, device, longest, reference=asked, named=named)
     scaling = config.loss_scaling or LossScalingConfig()
     kernels = NativeKernels(policy.format)  # whose format alone is asked: transformers' code multiplies
-    learner = new_learner(config, policy, kernels, scaling.scaler(policy.format), ranks)
     engine = PolicyEngine(policy, precision.rollout, config.rollout.slots, tokenizer.decode)
     copies = None
     if section is not None:
@@ -204,6 +199,7 @@ def _by_transformers(config: RunConfig, task: Task, device: torch.device, ranks:
             copies, NativeKernels(role.active), temperature=config.rollout.temperature,
             micro_batch_tokens=config.optimizer.micro_batch_tokens, refresh_every=section.refresh_every, ranks=ranks,
         )  # fmt: skip
+    learner = new_learner(config, policy, kernels, scaling.scaler(policy.format), ranks, reference)
     evidence = proven(precision, policy, engine, copies, device)
     sampler = _sampler(config, task, lambda: engine, positions, tokenizer, ranks)
     return Parts(
@@ -225,11 +221,20 @@ def _by_transformers(config: RunConfig, task: Task, device: torch.device, ranks:
 
 
 def _reference(
-    config: RunConfig, kernels: Kernels, model: Decoder, teacher: Decoder | None, device: torch.device, ranks: Ranks
-) -> ReferencePolicy:
+    config: RunConfig,
+    precision: ResolvedPrecision,
+    plan: ExactPlan | None,
+    model: Decoder,
+    tokenizer: Tokenizer,
+    longest: int,
+    ranks: Ranks,
+) -> ReferencePolicy | None:
     """The frozen policy that the recipe asks for: the teacher, whose weights it takes here, or later the learner's."""
     section = config.algorithm.reference
-    assert section is not None
+    if section is None:
+        return None
+    teacher = None if section.path is None else _teacher(section.path, model, tokenizer, longest)
+    kernels, device = reference_kernels(precision, plan), next(model.parameters()).device
     reference = ReferencePolicy(
         CopiedPolicy((teacher or model).config, kernels, device, "reference"),
         kernels,
@@ -306,10 +311,10 @@ def new_learner(
     kernels: Kernels,
     scaler: LossScaler,
     ranks: Ranks,
-    teacher: ReferencePolicy | None = None,
+    reference: ReferencePolicy | None,
 ) -> Learner:
     """The learner of these masters."""
-    scaling = config.loss_scaling or LossScalingConfig()
+    exact = config.precision.kernels == "exact"
     return Learner(
         model,
         kernels,
@@ -321,9 +326,9 @@ def new_learner(
         seed=config.seed,
         steps=config.steps,
         ranks=ranks,
-        critic_scaler=None if config.algorithm.critic is None else scaling.scaler(kernels.format),
         replay=config.rollout.replay_routing,
-        teacher=teacher,
+        reference=reference,
+        reuse_scoring=not exact or (config.precision.check_every or 1) == 1,  # of checked steps and others alike
         # What becomes of a gradient that is not finite is a guard's decision, where there is one.
         on_nonfinite="stop" if config.guard is None else "skip",
     )

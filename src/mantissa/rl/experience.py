@@ -2,7 +2,8 @@
 
 Which rows belong to one prompt is said by their group's number, and nothing is ever regrouped. A step's batch is an
 ``Experience`` where it was sampled, ``Scored`` with the log-probs, ``Weighed`` with advantages and the weights of
-tokens: each has what the one before it has. A field that may be None is one that a recipe or an engine does without.
+tokens: each has what the one before it has, whole. What an engine tells besides, or a term of the objective finds out,
+is a column of its own: there, or not.
 
 Legend: B completions, T prompt and response tokens right-padded, R response tokens right-padded.
 """
@@ -20,7 +21,6 @@ from torch import Tensor
 from mantissa.algorithms import Accumulator
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.precision.numerics import masked_mean
-from mantissa.rollout.most_probable import MostProbable
 from mantissa.rollout.sampling import Completion, most_probable, supports, told
 from mantissa.rollout.support import Support
 
@@ -35,19 +35,19 @@ class Sequences:
     ``tokens_BT``: int64, right-padded with 0. ``prompt_length_B``, ``length_B``: int64, prompt tokens and all tokens.
     ``mask_BR``: bool, True at response tokens. The log-prob of response token j is read at position
     ``prompt_length + j - 1``, the one that predicts it. ``support``: of each sequence, what its response tokens were
-    chosen from; whoever scores the sequences renormalises over it. None: from the whole vocabulary.
+    chosen from; whoever scores the sequences renormalises over it. Empty: from the whole vocabulary.
 
-    ``experts_BTLK``, ``expert_weights_BTLK``: of a policy with mixtures of experts, those that the rollout's positions
-    passed, as in ``Completion``; -1, and weights of 0, where it passed none. None where the engine does not tell.
+    ``columns``: what else is known of each row, by names that end in their dimensions. From an engine:
+    ``experts_BTLK`` and ``expert_weights_BTLK``, of a policy with mixtures of experts, those that the rollout's
+    positions passed, as in ``Completion`` (-1, and weights of 0, where it passed none).
     """
 
     tokens_BT: Tensor
     prompt_length_B: Tensor
     length_B: Tensor
     mask_BR: Tensor
-    support: tuple[Support, ...] | None = None
-    experts_BTLK: Tensor | None = field(default=None, kw_only=True)
-    expert_weights_BTLK: Tensor | None = field(default=None, kw_only=True)
+    support: tuple[Support, ...] = ()
+    columns: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)
 
     @staticmethod
     def build(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], device: torch.device) -> Sequences:
@@ -72,20 +72,30 @@ class Sequences:
         """The indices of all rows."""
         return torch.arange(len(self), device=self.tokens_BT.device)
 
+    def having(self, **columns: Tensor) -> Self:
+        """With these columns too, or in the place of those of the same names."""
+        return replace(self, columns={**self.columns, **columns})
+
+    def column(self, name: str) -> Tensor:
+        """One of ``columns``; ``LookupError`` where nobody has made it."""
+        if name not in self.columns:
+            raise LookupError(f"this batch has no {name}: it was not made by whoever should; it has {[*self.columns]}")
+        return self.columns[name]
+
     def select(self, rows: Tensor) -> Self:
         """These rows of every field, with padding trimmed to the longest of them."""
-        widths = {"BT": int(self.length_B[rows].max()), "BR": int(self.mask_BR[rows].sum(1).max())}
-        widths["BTLK"] = widths["BT"]
-        chosen: dict[str, Any] = {}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if isinstance(value, tuple):  # one of each sequence
-                chosen[each.name] = tuple(value[row] for row in rows.tolist())
-        for each in fields(self):
-            value, layout = getattr(self, each.name), each.name.rpartition("_")[2]  # a name ends in its dimensions
-            if isinstance(value, Tensor):
-                chosen[each.name] = value[rows, : widths[layout]] if layout in widths else value[rows]
-        return replace(self, **chosen)
+        widths = {"T": int(self.length_B[rows].max()), "R": int(self.mask_BR[rows].sum(1).max())}
+
+        def chosen(name: str, value: Tensor) -> Tensor:
+            width = widths.get(name.rpartition("_")[2][1:2])  # a name ends in its dimensions, rows first
+            return value[rows] if width is None else value[rows, :width]
+
+        known = {each.name: getattr(self, each.name) for each in fields(self)}
+        some: dict[str, Any] = {name: chosen(name, x) for name, x in known.items() if isinstance(x, Tensor)}
+        some["columns"] = {name: chosen(name, value) for name, value in self.columns.items()}
+        if self.support:
+            some["support"] = tuple(self.support[row] for row in rows.tolist())
+        return replace(self, **some)
 
     def response_tokens(self) -> tuple[Tensor, Tensor]:
         """For the N response tokens in row order: the flat B*T position that predicts each, and the token itself."""
@@ -129,19 +139,18 @@ class Experience(Sequences):
     """Sequences with what the sampler tells of each completion; floats are fp32.
 
     ``rollout_logp_BR``, from the engine; ``reward_B``; ``terms_BK`` and ``term_weights_BK``, its K summands and their
-    weights, None where it is one number; ``group_B`` (int64), its prompt's number in the batch; ``version_B`` (int64),
-    the weights that sampled it; ``key_B`` (int64), of the uniforms that drew it, None where another engine did;
-    ``most_probable``, the sampler's most probable tokens, of a loss that needs them.
+    weights; ``group_B`` (int64), its prompt's number in the batch; ``version_B`` (int64), the weights that sampled it.
+
+    Columns: ``key_B`` (int64), of the uniforms that drew it, where a native engine did; ``top_ids_BRK`` (int32) and
+    ``top_logp_BRK``, the sampler's most probable tokens (-inf: fewer than K), where they were asked for.
     """
 
     rollout_logp_BR: Tensor
     reward_B: Tensor
+    terms_BK: Tensor
+    term_weights_BK: Tensor
     group_B: Tensor
     version_B: Tensor
-    most_probable: tuple[MostProbable, ...] | None = None
-    terms_BK: Tensor | None = None
-    term_weights_BK: Tensor | None = None
-    key_B: Tensor | None = None
 
     @staticmethod
     def of(
@@ -152,48 +161,49 @@ class Experience(Sequences):
         device: torch.device,
         terms: Sequence[Sequence[tuple[float, float]]] = (),
     ) -> Experience:
-        """Pad and stack completions, each with its prompt, its group's number, its reward, and that one's terms."""
+        """Pad and stack completions, each with its prompt, its group's number, its reward, and that one's terms (none:
+        the reward is its own)."""
         sequences = Sequences.build(prompts, [c.tokens for c in completions], device)
         logp_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32)
         for row, completion in zip(logp_BR, completions, strict=True):
             row[: len(completion.tokens)] = completion.logp_T
-        keys = [completion.key for completion in completions if completion.key is not None]
-        width = sequences.tokens_BT.shape[1]
-        known: dict[str, Any] = {}
-        for name, routes in zip(("experts_BTLK", "expert_weights_BTLK"), routes_of(prompts, completions), strict=True):
-            known[name] = None if routes is None else _padded(routes, width, device)
-        known["support"] = None if (found := supports(completions)) is None else tuple(found)
-        tops = most_probable(completions)
-        summands = torch.tensor([list(each) for each in terms], dtype=torch.float32, device=device)
+        summands = [[*each] for each in terms] if any(terms) else [[(reward, 1.0)] for reward in rewards]
+        terms_BK2 = torch.tensor(summands, dtype=torch.float32, device=device)
+        told = _told(prompts, completions, *sequences.tokens_BT.shape)
         return _grown(
             Experience,
             sequences,
-            **known,
-            most_probable=None if tops is None else tuple(tops),
+            support=tuple(supports(completions) or ()),
+            columns={name: column.to(device) for name, column in told.items()},
             rollout_logp_BR=logp_BR.to(device),
             reward_B=torch.tensor(rewards, dtype=torch.float32, device=device),
-            terms_BK=summands[..., 0] if summands.numel() else None,
-            term_weights_BK=summands[..., 1] if summands.numel() else None,
+            terms_BK=terms_BK2[..., 0],
+            term_weights_BK=terms_BK2[..., 1],
             group_B=torch.tensor(groups, device=device),
             version_B=torch.tensor([completion.policy_version for completion in completions], device=device),
-            key_B=torch.tensor(keys, device=device) if len(keys) == len(completions) else None,
         )
 
     def with_learner(self, logp_BR: Tensor, entropy_BR: Tensor | None = None) -> Scored:
-        """Scored by the learner."""
-        return _grown(Scored, self, old_logp_BR=logp_BR, entropy_BR=entropy_BR)
+        """Scored by the learner; ``entropy_BR``: of what the log-probs are of, where it was taken: a column."""
+        scored = _grown(Scored, self, old_logp_BR=logp_BR)
+        return scored if entropy_BR is None else scored.having(entropy_BR=entropy_BR)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scored(Experience):
-    """With log-probs: ``old_logp_BR`` and ``entropy_BR``, the learner's before the update (with exact kernels a step
-    that is not checked has the rollout's log-probs there, and no entropy); ``ref_logp_BR``, the reference's, None
-    without one; ``value_BR``, the value model's, None without one."""
+    """With log-probs: ``old_logp_BR``, the learner's before the update (with exact kernels a step that is not checked
+    has the rollout's there).
+
+    Columns: ``entropy_BR``, where the learner scored it; ``ref_logp_BR`` and ``value_BR``, a reference's and a value
+    model's, where there is one.
+    """
 
     old_logp_BR: Tensor
-    entropy_BR: Tensor | None = None
-    ref_logp_BR: Tensor | None = None
-    value_BR: Tensor | None = None
+
+    @property
+    def by_learner(self) -> bool:
+        """Whether the learner scored it, or its log-probs are the rollout's."""
+        return "entropy_BR" in self.columns
 
     def with_weights(
         self,
@@ -201,7 +211,6 @@ class Scored(Experience):
         weight_BR: Tensor,
         valid_BR: Tensor,
         tallies: Tallies | None = None,
-        target_BR: Tensor | None = None,
     ) -> Weighed:
         """Weighed by advantages, of completions (B) or of their tokens (B,R), and the correction's weights."""
         each = advantage if advantage.dim() == 2 else advantage.unsqueeze(-1)
@@ -212,7 +221,6 @@ class Scored(Experience):
             advantage_BR=torch.where(self.mask_BR, each, 0.0),
             weight_BR=weight_BR,
             valid_BR=valid_BR,
-            target_BR=target_BR,
             tallies=tallies or {},
         )
 
@@ -222,22 +230,41 @@ class Weighed(Scored):
     """What is learned from: ``advantage_BR``, 0 at padding, and ``advantage_B``, a completion's (where each token has
     its own, their mean); ``weight_BR`` and ``valid_BR`` (bool), the correction's; ``tallies``, what weighing counted.
 
-    ``target_BR``: of a value model, what it learns. ``chosen_BR`` (bool): the tokens that a loss which selects some has
-    chosen of each optimiser step.
+    Columns: ``target_BR``, what a value model learns; ``chosen_BR`` (bool), the tokens that a loss which selects some
+    has chosen of each optimiser step.
     """
 
     advantage_B: Tensor
     advantage_BR: Tensor
     weight_BR: Tensor
     valid_BR: Tensor
-    target_BR: Tensor | None = None
-    chosen_BR: Tensor | None = None
     tallies: Tallies = field(default_factory=dict)
 
 
 def _grown(stage: type[S], batch: Sequences, **more: Any) -> S:
     """``batch`` as a later stage; or as this one anew."""
     return stage(**{each.name: getattr(batch, each.name) for each in fields(stage) if hasattr(batch, each.name)} | more)
+
+
+def _told(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Completion], rows: int, width: int
+) -> dict[str, Tensor]:
+    """The columns of what an engine tells besides; on the CPU. ``width``: positions of the longest sequence."""
+    told: dict[str, Tensor] = {}
+    for name, routes in zip(("experts_BTLK", "expert_weights_BTLK"), routes_of(prompts, completions), strict=True):
+        if routes is not None:
+            told[name] = torch.stack([_lengthened(route, width) for route in routes])
+    keys = [completion.key for completion in completions if completion.key is not None]
+    if len(keys) == len(completions):
+        told["key_B"] = torch.tensor(keys)
+    if (tops := most_probable(completions)) is not None:
+        count, responses = tops[0].ids_TK.shape[1], max(len(each.tokens) for each in completions)
+        told["top_ids_BRK"] = torch.zeros(rows, responses, count, dtype=torch.int32)
+        told["top_logp_BRK"] = torch.full((rows, responses, count), -torch.inf)
+        for row, top in enumerate(tops):
+            told["top_ids_BRK"][row, : len(top.ids_TK)] = top.ids_TK
+            told["top_logp_BRK"][row, : len(top.ids_TK)] = top.logp_TK
+    return told
 
 
 def routes_of(
@@ -263,11 +290,6 @@ def _lengthened(route: Tensor, positions: int) -> Tensor:
     """A route with positions that passed no expert at its end."""
     more = positions - len(route)
     return torch.cat([route, route.new_full((more, *route.shape[1:]), 0 if route.is_floating_point() else -1)])
-
-
-def _padded(routes: Sequence[Tensor], width: int, device: torch.device) -> Tensor:
-    """Stacked, each lengthened to ``width`` positions."""
-    return torch.stack([_lengthened(route, width) for route in routes]).to(device)
 
 
 def balanced(lengths: Sequence[int], shares: int) -> list[list[int]]:

@@ -21,10 +21,11 @@ Legend: B completions of a batch or micro-batch, R response tokens right-padded,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,6 @@ from mantissa.algorithms import (
     Accumulator,
     AlgorithmConfig,
     aggregation_scale,
-    centre,
     merge,
 )
 from mantissa.base.ranks import ALONE, Ranks
@@ -42,16 +42,13 @@ from mantissa.kernels import Kernels, NativeKernels
 from mantissa.model import Decoder, Replay, policy_weights, trained_parameters
 from mantissa.precision import FP32
 from mantissa.rl.config.sections import OptimizerConfig
-from mantissa.rl.critic import Critic
 from mantissa.rl.experience import Sequences, Weighed
-from mantissa.rl.flow import Flow
-from mantissa.rl.objective import micro_loss
-from mantissa.rl.score import Forward, OfLogits, OnTokenLogits, ReferencePolicy, forward, scatter, score
-from mantissa.rollout.most_probable import MostProbable
+from mantissa.rl.objective import micro_loss, terms_of
+from mantissa.rl.score import Forward, OnTokenLogits, ReferencePolicy, forward, scatter, score, together
+from mantissa.rl.terms.base import Made, Micro, Term
 from mantissa.rollout.transformers import TransformersPolicy
 from mantissa.training import (
     Backward,
-    Checkpoint,
     LossScaler,
     OptimizerStep,
     StepOutcome,
@@ -63,6 +60,8 @@ from mantissa.training import (
     master_weights,
     where_nonfinite,
 )
+
+T = TypeVar("T", bound=Term)
 
 
 @dataclass(frozen=True)
@@ -82,10 +81,11 @@ Verify = Callable[[int, Weighed, Tensor], None]
 
 
 class Learner:
-    """Owns the master weights and everything that changes them. ``verify`` is shown each update's first forward.
+    """Owns the master weights and everything that changes them. ``terms``: what is minimised besides the policy's loss.
 
-    ``replay``: what of the rollout's choice of experts its forwards take, of a policy that has some. ``teacher``: whose
-    distributions a loss may ask for. ``on_nonfinite``: ``OptimizerStep``'s.
+    ``replay``: what of the rollout's choice of experts its forwards take, of a policy that has some. ``reference``: the
+    frozen policy that the recipe asks for. ``reuse_scoring``: False where an update must not depend on how its batch
+    was scored. ``on_nonfinite``: ``OptimizerStep``'s.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class Learner:
         steps: int,
         ranks: Ranks = ALONE,
         replay: Replay | None = None,
-        critic_scaler: LossScaler | None = None,
-        teacher: ReferencePolicy | None = None,
+        reference: ReferencePolicy | None = None,
+        reuse_scoring: bool = True,
         on_nonfinite: Literal["stop", "skip"] = "stop",
     ) -> None:
         self.model, self.kernels, self.ranks = model, kernels, ranks
@@ -113,45 +113,60 @@ class Learner:
         algorithm.loss.prepare()
         norm = algorithm.aggregation == "seq_mean_token_sum_norm"
         self.aggregation_length = aggregation_length if norm else None
-        # Keep the graph of ``score`` for the update, where it can serve: it has log-probs alone.
-        asks = bool(algorithm.loss.most_probable) or algorithm.loss.of_teacher
-        self.reuse_scoring = algorithm.entropy is None and not asks
-        self.teacher, self.on_nonfinite = teacher, on_nonfinite
+        self.on_nonfinite = on_nonfinite
+        self._first_scaler = deepcopy(scaler)  # as it is now, for each that trains beside the policy
+        self.terms = terms_of(
+            Made(
+                algorithm=algorithm,
+                model=model,
+                kernels=kernels,
+                temperature=temperature,
+                aggregation_length=self.aggregation_length,
+                micro_batch_tokens=config.micro_batch_tokens,
+                seed=seed,
+                ranks=ranks,
+                step_of=self._step_of,
+                reference=reference,
+            )
+        )
+        # Keep the graph of ``score`` for the update, where it can serve: it has log-probs and prompts alone.
+        self.reuse_scoring = reuse_scoring and not any(term.entropies or term.numbers for term in self.terms)
         self._kept: _Kept | None = None
-        self._seen_BR: Tensor | None = None  # takes the log-probs of the first optimiser step's own forward
-        self.verify: Verify | None = None
-        self.flow: Flow | None = None
-        if (partition := algorithm.loss.partition) is not None:
-            assert isinstance(model, Decoder)
-            self.flow = Flow(model.config.hidden_size, partition, seed, next(model.parameters()).device)
-        decay_until = steps * config.updates_per_batch if config.decay == "linear" else None
-        lr_at = learning_rate(config.lr, config.warmup, decay_until)
-        self.step = self.optimizer_step(lr_at, scaler, self.flow, on_nonfinite=on_nonfinite)
-        self.critic: Critic | None = None
-        if algorithm.critic is not None:
-            assert critic_scaler is not None
-            assert isinstance(model, Decoder)
-            self.critic = Critic(
-                model, kernels, algorithm, critic_scaler, self._step_of, aggregation_length=self.aggregation_length,
-                micro_batch_tokens=config.micro_batch_tokens, ranks=ranks,
-            )  # fmt: skip
+        self._seen: _Seen | None = None
+        self.step = self.optimizer_step(self._rate(config.lr), scaler, self.terms, on_nonfinite=on_nonfinite)
 
-    def _step_of(self, module: nn.Module, scaler: LossScaler, lr: float) -> OptimizerStep:
-        """An optimiser step over another module that trains beside the policy, on its schedule."""
+    def _rate(self, lr: float) -> Callable[[int], float]:
+        """The run's schedule, from this rate."""
         decay_until = self.steps * self.config.updates_per_batch if self.config.decay == "linear" else None
-        lr_at = learning_rate(lr, self.config.warmup, decay_until)
-        return self.optimizer_step(lr_at, scaler, purpose="critic", module=module, on_nonfinite=self.on_nonfinite)
+        return learning_rate(lr, self.config.warmup, decay_until)
+
+    def _step_of(self, module: nn.Module, lr: float) -> OptimizerStep:
+        """An optimiser step over another module that trains beside the policy, on its schedule."""
+        known = self._rate(lr), deepcopy(self._first_scaler)
+        return self.optimizer_step(*known, purpose="critic", module=module, on_nonfinite=self.on_nonfinite)
+
+    @property
+    def most_probable(self) -> int:
+        """How many of the sampler's most probable tokens each token is to come with; 0: none."""
+        return max((term.most_probable for term in self.terms), default=0)
+
+    def term(self, kind: type[T]) -> T:
+        """The term of this kind; ``LookupError`` where the recipe asks for none."""
+        for term in self.terms:
+            if isinstance(term, kind):
+                return term
+        raise LookupError(f"no {kind.__name__} among the terms {[type(term).__name__ for term in self.terms]}")
 
     def optimizer_step(
         self,
         lr_at: Callable[[int], float],
         scaler: LossScaler,
-        flow: Flow | None = None,
+        terms: Sequence[Term] = (),
         purpose: str = "update",
         module: nn.Module | None = None,
         on_nonfinite: Literal["stop", "skip"] = "stop",
     ) -> OptimizerStep:
-        """A fresh optimiser over the masters (and FlowRL's head, if it is given), behind the one optimiser step.
+        """A fresh optimiser over the masters (and what of ``terms`` joins them), behind the one optimiser step.
 
         ``purpose``: of other updates than these, whose roundings are other draws. ``module``: another than the policy.
         """
@@ -167,10 +182,10 @@ class Learner:
         parameters = dict(model.named_parameters())
         seed = derive_seed(self.seed, "masters", purpose)
         masters = master_weights(self.config.masters, parameters, self.kernels.format, seed)
-        watched: nn.Module = model
-        if flow is not None:
-            parameters |= flow.join(optimizer, self.config.lr)
-            watched = nn.ModuleDict({"policy": self.model, "partition": flow.head})
+        for term in terms:
+            parameters |= term.join(optimizer, self.config.lr)
+        joined = {name: module for term in terms for name, module in term.modules.items()}
+        watched = nn.ModuleDict({"policy": model, **joined}) if joined else model
 
         def diagnose(backward: Backward) -> str:
             return str(where_nonfinite(watched, lambda: backward(scaler.scale), self.ranks))
@@ -204,20 +219,9 @@ class Learner:
         return {name: parameter.detach() for name, parameter in trained_parameters(self.model).items()}
 
     @property
-    def beside(self) -> dict[str, dict[str, Tensor]]:
-        """What trains with the policy and is no part of it, by name: saved in checkpoints, never exported or synced."""
-        beside = {} if self.flow is None else {"partition": self.flow.weights}
-        if self.critic is not None:
-            beside |= {"critic": self.critic.weights, "critic_optimizer": self.critic.step.optimizer_tensors()}
-        return beside
-
-    def load_beside(self, checkpoint: Checkpoint) -> None:
-        """The inverse of ``beside``."""
-        if self.flow is not None:
-            self.flow.load(checkpoint.part("partition"))
-        if self.critic is not None:
-            tensors = checkpoint.part("critic"), checkpoint.part("critic_optimizer")
-            self.critic.load(checkpoint.state.get("critic"), *tensors)
+    def beside(self) -> dict[str, Mapping[str, Tensor]]:
+        """What terms keep, by name: saved in checkpoints, never exported or synced."""
+        return {name: tensors for term in self.terms for name, tensors in term.tensors.items()}
 
     @property
     def version(self) -> int:
@@ -226,7 +230,7 @@ class Learner:
 
     def forward(self, sequences: Sequences, kernels: Kernels, **also: Any) -> Forward:
         """One differentiable forward of the current weights; see ``score.py``, for what ``also`` asks as well."""
-        also |= {"prompts": self.flow is not None, "replay": self.replay}
+        also |= {"prompts": any(term.prompts for term in self.terms), "replay": self.replay}
         return forward(self.model, kernels, sequences, self.temperature, **also)
 
     def logp(self, sequences: Sequences, kernels: Kernels) -> Tensor:
@@ -269,24 +273,26 @@ class Learner:
         self.router_flips = flips / compared if compared else None
         return scored
 
-    def learn(self, experience: Weighed, step: int) -> Update:
-        """Learn from one weighed batch. ``step`` keys the split into parts."""
-        beside = {} if self.critic is None else self.critic.learn(experience, self._parts(experience, step))
-        if self.critic is not None and step <= self.critic.config.warmup:
+    def learn(self, experience: Weighed, step: int, verify: Verify | None = None) -> Update:
+        """Learn from one weighed batch. ``step`` keys the split into parts. ``verify`` is shown its first forward."""
+        beside: dict[str, float] = {}
+        for term in self.terms:
+            beside |= term.learn(experience, self._parts(experience, step))
+        if any(term.holds(step) for term in self.terms):
             return Update((), experience.tallies, 0, beside)
-        self._seen_BR = None if self.verify is None else experience.old_logp_BR.clone()
+        self._seen = None if verify is None else _Seen(verify, experience.old_logp_BR.clone())
         outcomes: list[StepOutcome] = []
         losses, trained = [], 0
-        experience = self._with_choice(experience, step)
+        experience = self.with_choice(experience, step)
         for rows in self._parts(experience, step):
             batches = self._micro_batches(experience, rows, self.ranks)
             trained += sum(int(experience.valid_BR[micro.rows].sum()) for micro in batches if micro.counts)
             if batches:  # else there is no gradient, and momentum alone must not move the policy
                 outcome, tally = self._step(experience, batches, step)
-                self._seen_BR = None  # later steps' forwards are of other weights
+                self._seen = None  # later steps' forwards are of other weights
                 outcomes.append(outcome)
                 losses.append(tally)
-        self._seen_BR = None
+        self._seen = None
         losses = [tally for parts_of_one in self.ranks.gather(losses) for tally in parts_of_one if tally]
         # Where the loss made its own weights (reinforce), their tallies replace those of ``old``. The distance from the
         # reference stays that of the weights before the update.
@@ -294,16 +300,11 @@ class Learner:
         tallies = {**experience.tallies, **merge(losses), **before}
         return Update(tuple(outcomes), tallies, int(self.ranks.sum_of(trained)), beside)
 
-    def _with_choice(self, experience: Weighed, step: int) -> Weighed:
-        """With the tokens that the loss treats otherwise, chosen of each whole optimiser step; ranks agree."""
-        if not self.algorithm.loss.selects:
-            return experience
-        chosen_BR = torch.zeros_like(experience.valid_BR)
-        for number, rows in enumerate(self._parts(experience, step)):
-            draw = generator(self.seed, "chosen tokens", step, number)
-            old_BR, valid_BR = experience.old_logp_BR[rows], experience.valid_BR[rows]
-            chosen_BR[rows] = self.algorithm.loss.select(old_BR, experience.advantage_BR[rows], valid_BR, draw)
-        return replace(experience, chosen_BR=chosen_BR)
+    def with_choice(self, experience: Weighed, step: int) -> Weighed:
+        """With what terms choose of each whole optimiser step."""
+        for term in self.terms:
+            experience = experience.having(**term.choose(experience, self._parts(experience, step), step))
+        return experience
 
     def _parts(self, experience: Weighed, step: int) -> list[Tensor]:
         """The rows of each optimiser step on a batch."""
@@ -351,8 +352,8 @@ class Learner:
                     total += loss.detach()
                 (loss * scale).backward()
             self.ranks.sum_gradients(self.step.parameters.values())
-            if self.verify is not None and self._seen_BR is not None:
-                self.verify(step, experience, self._seen_BR)  # raises while the weights are still the old ones
+            if (seen := self._seen) is not None:
+                seen.verify(step, experience, seen.logp_BR)  # raises while the weights are still the old ones
             return total
 
         outcome = self.step.run(backward)
@@ -377,61 +378,24 @@ class Learner:
         rows, batch = micro.rows, experience.select(micro.rows)
         responses = batch.mask_BR.shape[1]
         if kept is not None:
-            logp_BR, prompt_BE, entropy_BR = kept.logp_BR[rows, :responses], kept.prompts(rows), None
-            also_NM = None
+            logp_BR, passed = kept.logp_BR[rows, :responses], kept.of_prompts(rows)
+            numbers_BRM = logp_BR.new_zeros(*logp_BR.shape, 0)
         else:
-            bonus = self.algorithm.entropy is not None
-            passed = self.forward(
-                batch, kernels, entropies="differentiable" if bonus else False, also=self._also(batch)
-            )
-            logp_BR, prompt_BE = scatter(passed.logp_N, batch.mask_BR), passed.prompt_BE
-            entropy_BR = None if passed.entropy_N is None else scatter(passed.entropy_N, batch.mask_BR)
-            also_NM = passed.also_NM
-        if self._seen_BR is not None:
-            self._seen_BR[rows, :responses] = logp_BR.detach()
-        log_z_B = None
-        if self.flow is not None and prompt_BE is not None:
-            log_z_B = self.flow.log_z(prompt_BE, self.flow.keys(batch.group_B, step))
-        also_BR = None if also_NM is None else scatter(also_NM[:, 0], batch.mask_BR)
-        centres = bool(self.algorithm.loss.most_probable)
-        more = (also_BR, None) if centres else (None, also_BR)
-        scale_BR = micro.scale_BR[:, :responses]
-        loss, tallies = micro_loss(logp_BR, batch, scale_BR, log_z_B, self.algorithm, entropy_BR, *more)
-        if also_NM is not None and centres:
-            sizes_BR = scatter(also_NM[:, 1].detach(), batch.mask_BR)
-            tallies = {**tallies, "policy/centering": Accumulator.of("mean", sizes_BR, batch.valid_BR)}
-        return loss, tallies
-
-    def _also(self, batch: Weighed) -> OfLogits | None:
-        """What the loss needs of the logits themselves; None where it needs log-probs alone."""
-        if self.algorithm.loss.of_teacher:
-            return self._divergence(batch)
-        return self._drift(batch) if self.algorithm.loss.most_probable else None
-
-    def _divergence(self, batch: Weighed) -> OfLogits:
-        """Of a loss that is of a teacher's distributions: the policy's divergence from them; n,1."""
-        assert self.teacher is not None, "give the learner its teacher first"
-        logits_of = self.teacher.logits(batch)
-
-        def divergence(start: int, logits_nV: Tensor) -> Tensor:
-            taught_nV = logits_of(start, start + len(logits_nV))
-            return self.algorithm.loss.from_teacher(logits_nV, taught_nV, self.temperature).unsqueeze(-1)
-
-        return divergence
-
-    def _drift(self, batch: Weighed) -> OfLogits:
-        """Of a loss that centres the score: each token's drift, and the size of its coefficients; n,2."""
-        assert batch.most_probable is not None, "sample with the most probable tokens first"
-        top, temperature = MostProbable.join(batch.most_probable), self.temperature
-
-        def drift(start: int, logits_nV: Tensor) -> Tensor:
-            here = slice(start, start + len(logits_nV))
-            ids_nK = top.ids_TK[here].long().to(logits_nV.device)
-            logp_nV = torch.log_softmax(logits_nV if temperature == 1.0 else logits_nV / temperature, -1)
-            rollout_nK = top.logp_TK[here].to(logits_nV.device)
-            return torch.stack(centre(logp_nV.gather(-1, ids_nK), rollout_nK, self.algorithm.correction), -1)
-
-        return drift
+            asked = [term for term in self.terms if term.numbers]
+            also = together([term.of_logits(batch) for term in asked]) if asked else None
+            entropies = "differentiable" if any(term.entropies for term in self.terms) else False
+            done = self.forward(batch, kernels, entropies=entropies, also=also)
+            logp_BR, passed = scatter(done.logp_N, batch.mask_BR), done.passed(batch.mask_BR)
+            numbers_BRM = passed.pop("numbers_BRM", logp_BR.new_zeros(*logp_BR.shape, 0))
+        if self._seen is not None:
+            self._seen.logp_BR[rows, :responses] = logp_BR.detach()
+        below_BR = batch.rollout_logp_BR if self.algorithm.correction.bypass else batch.old_logp_BR
+        seen = Micro(
+            batch=batch, step=step, logp_BR=logp_BR, below_BR=below_BR, weight_BR=batch.weight_BR,
+            scale_BR=micro.scale_BR[:, :responses], passed=passed,
+        )  # fmt: skip
+        numbers = numbers_BRM.split([term.numbers if numbers_BRM.shape[-1] else 0 for term in self.terms], -1)
+        return micro_loss(seen, self.algorithm, [*zip(self.terms, numbers, strict=True)])
 
     def flushed(self, experience: Weighed, step: int) -> float | None:
         """Fraction of gradients that the format flushes to zero, on up to 8 completions of a weighed batch's first
@@ -440,7 +404,7 @@ class Learner:
 
         Every rank computes the same ones: the figure does not depend on their number.
         """
-        experience = self._with_choice(experience, step)
+        experience = self.with_choice(experience, step)
         batches = self._micro_batches(experience, self._parts(experience, step)[0], ALONE)
         if self.kernels.format is FP32 or not batches or not isinstance(self.model, Decoder):
             return None
@@ -467,9 +431,17 @@ class _Kept:
     order_B: Tensor
     prompt_BE: Tensor | None
 
-    def prompts(self, rows: Tensor) -> Tensor | None:
-        """The mean states of these rows of the batch."""
-        return None if self.prompt_BE is None else self.prompt_BE[self.order_B.argsort()[rows]]
+    def of_prompts(self, rows: Tensor) -> dict[str, Tensor]:
+        """The mean states of these rows of the batch, where there are some."""
+        return {} if self.prompt_BE is None else {"prompt_BE": self.prompt_BE[self.order_B.argsort()[rows]]}
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Who is shown the log-probs of the first optimiser step's own forward, and what takes them."""
+
+    verify: Verify
+    logp_BR: Tensor
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a step minimises: a batch weighed, and the loss of a part of it; pure functions of tensors and configuration.
+"""What a step minimises: a batch weighed, and the loss of a part of it, the policy's and its terms'.
 
 A batch meets the reference in up to three places: in the reward (``algorithm.kl.where: reward``), in the loss (``where:
 loss``), or inside FlowRL's own loss. Wherever it does, and where it is only there to be measured, ``reference/kl`` and
@@ -12,25 +12,60 @@ Legend: B completions of a batch or micro-batch, R response tokens right-padded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from mantissa.algorithms import (
-    Accumulator,
     AlgorithmConfig,
+    FlowRLConfig,
+    OfTeacher,
+    ReinforceConfig,
+    Selecting,
     advantage,
     correction,
     distillation,
     gae,
     importance_weights,
-    kl_loss,
     kl_reward,
     of_rewards,
     off_policy_mask,
     reference_drift,
 )
-from mantissa.precision.numerics import masked_sum
+from mantissa.model import Decoder
 from mantissa.rl.experience import Scored, Weighed
+from mantissa.rl.terms.base import Made, Micro, Tallies, Term
+from mantissa.rl.terms.centering import Centering
+from mantissa.rl.terms.critic import Critic
+from mantissa.rl.terms.flow import Partition
+from mantissa.rl.terms.reference import Penalty, Reference, Teacher
+from mantissa.rl.terms.small import EntropyBonus, Selection
+
+
+def terms_of(made: Made) -> list[Term]:
+    """The terms that a recipe asks for, in the order in which they are added up. A new one is a file in ``terms/``, and
+    here the line that says when it is one."""
+    algorithm, loss, policy, reference = made.algorithm, made.algorithm.loss, made.model, made.reference
+    terms: list[Term] = []
+    if algorithm.critic is not None and isinstance(policy, Decoder):
+        terms.append(Critic(policy, algorithm.critic, made))
+    if isinstance(loss, FlowRLConfig) and isinstance(policy, Decoder):
+        terms.append(Partition(policy, loss, made.seed))
+    if isinstance(loss, Selecting):
+        terms.append(Selection(loss, made.seed))
+    if isinstance(loss, ReinforceConfig) and loss.centering is not None:
+        terms.append(Centering(loss.centering, algorithm.correction, made.temperature))
+    if reference is not None:
+        terms.append(Reference(reference))
+        if isinstance(loss, OfTeacher):
+            terms.append(Teacher(reference, loss, made.temperature))
+    if algorithm.kl is not None and algorithm.kl.where == "loss":
+        terms.append(Penalty(algorithm.kl))
+    if algorithm.entropy is not None:
+        terms.append(EntropyBonus(algorithm.entropy))
+    return terms
 
 
 def weigh(experience: Scored, algorithm: AlgorithmConfig) -> Weighed:
@@ -38,16 +73,15 @@ def weigh(experience: Scored, algorithm: AlgorithmConfig) -> Weighed:
 
     Advantages are after the KL penalty where it is taken off the reward; ``reward/...`` is before it.
     """
-    old, ref, mask = experience.old_logp_BR, experience.ref_logp_BR, experience.mask_BR
-    kind, target_BR = algorithm.advantage, None
+    old, ref, mask = experience.old_logp_BR, experience.columns.get("ref_logp_BR"), experience.mask_BR
+    kind = algorithm.advantage
     if kind == "distillation":
         advantages, tallies = distillation(old, ref, mask, experience.reward_B)
     elif kind == "gae":
-        assert algorithm.critic is not None
-        assert experience.value_BR is not None, "score the values first"
-        how = algorithm.critic.gamma, algorithm.critic.lam
-        advantages, target_BR, tallies = gae(experience.reward_B, experience.value_BR, mask, *how)
-        tallies = {**tallies, **of_rewards(experience.reward_B)}
+        critic, value_BR = algorithm.critic, experience.column("value_BR")
+        assert critic is not None  # the configuration's own check
+        advantages, target_BR, tallies = gae(experience.reward_B, value_BR, mask, critic.gamma, critic.lam)
+        experience, tallies = experience.having(target_BR=target_BR), {**tallies, **of_rewards(experience.reward_B)}
     else:
         terms = experience.terms_BK, experience.term_weights_BK
         advantages, tallies = advantage(experience.reward_B, experience.group_B, kind, *terms)
@@ -59,61 +93,38 @@ def weigh(experience: Scored, algorithm: AlgorithmConfig) -> Weighed:
         old, experience.rollout_logp_BR, mask, algorithm.correction, whole=algorithm.loss.of_sequences
     )
     drift = {} if ref is None else reference_drift(old, ref, mask)
-    return experience.with_weights(advantages, weight_BR, valid_BR, {**tallies, **weights, **drift}, target_BR)
+    return experience.with_weights(advantages, weight_BR, valid_BR, {**tallies, **weights, **drift})
 
 
 def micro_loss(
-    logp_BR: Tensor,
-    batch: Weighed,
-    scale_BR: Tensor,
-    log_z_B: Tensor | None,
-    algorithm: AlgorithmConfig,
-    entropy_BR: Tensor | None = None,
-    centre_BR: Tensor | None = None,
-    divergence_BR: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Accumulator]]:
+    micro: Micro, algorithm: AlgorithmConfig, terms: Sequence[tuple[Term, Tensor]] = ()
+) -> tuple[Tensor, Tallies]:
     """Loss of a weighed micro-batch, and tallies; losses and gradients of all of a step's micro-batches add up.
 
-    ``logp_BR``: the current policy's, with gradient. ``scale_BR``: each token's weight in the step's loss. ``log_z_B``:
-    with FlowRL only. ``entropy_BR``: the current policy's, with gradient, where there is a bonus on it.
-    ``centre_BR``: of a loss that centres the score, its drift, with gradient. ``divergence_BR``: of one that is of a
-    teacher's distributions, with gradient.
+    ``terms``: with the numbers of the logits that each asked for; B,R,M, 0 at padding, M 0 where it asked for none.
     """
-    loss, old_BR, rollout_BR = algorithm.loss, batch.old_logp_BR, batch.rollout_logp_BR
-    advantage_BR, weight_BR, valid_BR = batch.advantage_BR, batch.weight_BR, batch.valid_BR
-    below_BR = rollout_BR if algorithm.correction.bypass else old_BR  # below the loss's ratio
-    parts = loss.ratio_parts(logp_BR, old_BR, rollout_BR, advantage_BR, batch.mask_BR, valid_BR)
-    weights = dict[str, Accumulator]()
+    given = {name: tensor for term, numbers in terms for name, tensor in term.gives(micro, numbers).items()}
+    micro, value, tallies = _policy_loss(micro, algorithm, given)
+    for term, numbers in terms:
+        if (added := term.adds(micro, numbers)) is not None:
+            value, tallies = value + added[0], {**tallies, **added[1]}
+    return value, tallies
+
+
+def _policy_loss(micro: Micro, algorithm: AlgorithmConfig, given: dict[str, Tensor]) -> tuple[Micro, Tensor, Tallies]:
+    """The policy's loss, and the micro-batch with the weights that it took. ``given``: what it needs besides."""
+    loss, batch, logp_BR = algorithm.loss, micro.batch, micro.logp_BR
+    rollout_BR, mask_BR, valid_BR = batch.rollout_logp_BR, batch.mask_BR, batch.valid_BR
+    parts = loss.ratio_parts(logp_BR, batch.old_logp_BR, rollout_BR, batch.advantage_BR, mask_BR, valid_BR)
+    weights: Tallies = {}
     if loss.weighs_itself:
         # No ratio in this loss: its importance weight is of the current policy, not of the one before the update.
-        weight_BR, weights = importance_weights(
-            logp_BR.detach(), rollout_BR, batch.mask_BR, valid_BR, algorithm.correction
-        )
-    kept_BR = weight_BR
+        weight_BR, weights = importance_weights(logp_BR.detach(), rollout_BR, mask_BR, valid_BR, algorithm.correction)
+        micro = replace(micro, weight_BR=weight_BR)
+    kept_BR = micro.weight_BR
     if (above := algorithm.correction.mask_negative_above) is not None:
-        kept_B, masked = off_policy_mask(logp_BR, rollout_BR, batch.advantage_B, batch.mask_BR, above)
-        kept_BR, weights = torch.where(kept_B.unsqueeze(-1), weight_BR, 0.0), {**weights, **masked}
-    value, tallies = loss.loss(
-        logp_BR,
-        below_BR,
-        advantage_BR,
-        valid_BR,
-        kept_BR,
-        scale_BR,
-        ref_logp_BT=batch.ref_logp_BR,
-        log_z_B=log_z_B,
-        chosen_BT=batch.chosen_BR,
-        divergence_BT=divergence_BR,
-    )
-    if loss.most_probable:
-        assert centre_BR is not None, "forward with the sampler's most probable tokens first"
-        drift_BR = torch.where(valid_BR, scale_BR * advantage_BR, 0.0).detach() * centre_BR
-        value = value + masked_sum(drift_BR, valid_BR)
-    if algorithm.kl is not None and algorithm.kl.where == "loss":
-        penalty, distance = kl_loss(logp_BR, batch.ref_logp_BR, valid_BR, weight_BR, scale_BR, algorithm.kl, below_BR)
-        value, tallies = value + penalty, {**tallies, **distance}
-    if algorithm.entropy is not None:
-        assert entropy_BR is not None, "forward with the entropy's gradient first"
-        bonus = algorithm.entropy.coefficient * masked_sum(scale_BR * entropy_BR, valid_BR)
-        value, tallies = value - bonus, {**tallies, "policy/entropy_bonus": Accumulator.of("sum", bonus)}
-    return value, {**tallies, **parts, **weights}
+        kept_B, masked = off_policy_mask(logp_BR, rollout_BR, batch.advantage_B, mask_BR, above)
+        kept_BR, weights = torch.where(kept_B.unsqueeze(-1), kept_BR, 0.0), {**weights, **masked}
+    known = (logp_BR, micro.below_BR, batch.advantage_BR, valid_BR, kept_BR, micro.scale_BR)
+    value, tallies = loss.loss(*known, **given)
+    return micro, value, {**tallies, **parts, **weights}

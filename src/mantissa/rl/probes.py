@@ -178,11 +178,11 @@ class KeptMass(Probe):
         return look
 
     def observe(self, step: int, experience: Weighed) -> Metrics:
-        if experience.support is None or not bool(experience.mask_BR.any()):  # a top-k of at least the vocabulary
+        if not experience.support or not bool(experience.mask_BR.any()):  # a top-k of at least the vocabulary
             return {}
         sizes = Support.join(experience.support).sizes(self.learner.model.config.vocab_size)
         metrics = {"support/tokens": float(sizes.double().mean())}
-        if experience.entropy_BR is not None:  # scored
+        if experience.by_learner:
             self.learner.ranks.join_rows(self._whole_BR)
             mass = (self._whole_BR.double() - experience.old_logp_BR.double())[experience.mask_BR]
             metrics |= {"support/log_mass": float(mass.mean()), "support/log_mass_min": float(mass.min())}

@@ -133,8 +133,8 @@ def checkpoint_of(run: Run, step: int) -> Checkpoint | None:
     """All that a resume needs, on rank 0; collective."""
     guard = {} if run.guard is None else {"guard": run.guard.saving(step)}
     run.ranks.check_alike(run.learner.trained)
-    if run.learner.critic is not None:
-        run.ranks.check_alike(run.learner.critic.weights)
+    for term in run.learner.terms:
+        run.ranks.check_alike(term.alike)
     more = {name: run.ranks.whole(tensors) for name, tensors in run.learner.beside.items()}
     trained = run.ranks.whole(run.learner.trained)
     optimizer = run.ranks.whole(run.learner.step.optimizer_tensors())
@@ -145,11 +145,8 @@ def checkpoint_of(run: Run, step: int) -> Checkpoint | None:
     state |= run.base.state() | guard
     if run.exactness is not None and run.exactness.replans:
         state["exact"] = run.exactness.kernels[0].plan.way
-    if run.learner.critic is not None:
-        state["critic"] = run.learner.critic.state_dict()
-    if run.reference is not None:
-        state["reference"] = run.reference.state_dict()
-        more |= {"reference": kept} if (kept := run.reference.kept) else {}
+    for term in run.learner.terms:
+        state |= term.state
     state["ahead"] = []
     if later := run.source.pending(step) if step else ():
         more["ahead"], state["ahead"] = pack(later)
@@ -172,7 +169,6 @@ def hold_room(run: Run, step: int) -> None:
     if not run.ranks.alone or step >= run.config.steps:
         return
     parts = [run.learner.trained, run.learner.step.optimizer_tensors(), *run.learner.beside.values()]
-    parts += [run.reference.kept] if run.reference is not None else []
     tensors = [tensor for part in parts for tensor in part.values()]
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     # beside them: a header's line for each, the plain state, and batches: the step's own, and those sampled ahead
@@ -225,10 +221,8 @@ def _take(run: Run, checkpoint: Checkpoint) -> None:
     run.base.restore(state)
     run.learner.step.load_optimizer_tensors(checkpoint.optimizer)
     run.learner.step.load_state_dict(state["step"])
-    run.learner.load_beside(checkpoint)
-    if run.reference is not None:
-        kept = {} if run.reference.teacher is not None else checkpoint.part("reference")
-        run.reference.load(state["reference"], kept)
+    for term in run.learner.terms:
+        term.load(checkpoint)
     load_weights(run.learner.trained, checkpoint.policy)
 
 

@@ -30,7 +30,7 @@ tokens, U distinct prompts, P prompt tokens right-padded, E features, V words, H
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -115,9 +115,10 @@ class Packed:
 
     def replayed(self, sequences: Sequences, replay: Replay | None) -> Replayed | None:
         """The rollout's experts of the packed positions, to be taken as ``replay`` says or only compared with."""
-        if sequences.experts_BTLK is None:
+        if "experts_BTLK" not in sequences.columns:
             return None
-        experts_NLK, weights = sequences.experts_BTLK.flatten(0, 1)[self.source_N], sequences.expert_weights_BTLK
+        experts_NLK = sequences.column("experts_BTLK").flatten(0, 1)[self.source_N]
+        weights = sequences.columns.get("expert_weights_BTLK")
         weights_NLK = weights.flatten(0, 1)[self.source_N] if replay == "weights" and weights is not None else None
         return Replayed(experts_NLK, weights_NLK, only_count=replay is None)
 
@@ -145,6 +146,18 @@ class Forward:
     prompt_BE: Tensor | None = None
     also_NM: Tensor | None = None
     route: Replayed | None = None
+
+    def passed(self, mask_BR: Tensor) -> dict[str, Tensor]:
+        """What was asked for beside the log-probs, by name: ``prompt_BE``, ``entropy_BR``, ``numbers_BRM``."""
+        found = {} if self.prompt_BE is None else {"prompt_BE": self.prompt_BE}
+        for name, each_N in {"entropy_BR": self.entropy_N, "numbers_BRM": self.also_NM}.items():
+            found |= {} if each_N is None else {name: scatter(each_N, mask_BR)}
+        return found
+
+
+def together(asked: Sequence[OfLogits]) -> OfLogits:
+    """What several ask of the logits, side by side."""
+    return lambda start, logits_nV: torch.cat([each(start, logits_nV) for each in asked], -1)
 
 
 def forward(
@@ -174,7 +187,7 @@ def forward(
         return forward_transformers(model, sequences, temperature, entropies=entropies, look=look, also=also)
     position_N, token_N = sequences.response_tokens()
     packed = Packed.of(sequences)
-    support = None if sequences.support is None else Support.join(sequences.support)
+    support = Support.join(sequences.support) if sequences.support else None
     route = packed.replayed(sequences, replay)
 
     def work() -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -202,7 +215,7 @@ def forward_transformers(
     Of an adopted model (``mantissa.adopt``) the log-probs are those of ``TransformersEngine``, to the last bit.
     ``MantissaError``: sequences with experts to replay, which that engine never gives.
     """
-    if sequences.experts_BTLK is not None:
+    if "experts_BTLK" in sequences.columns:
         raise MantissaError("a model of transformers is scored by its own choice of experts")
     position_N, token_N = sequences.response_tokens()
     mask_BT = torch.arange(sequences.tokens_BT.shape[1], device=token_N.device) < sequences.length_B.unsqueeze(1)
@@ -213,7 +226,7 @@ def forward_transformers(
     logits_NV = logits_BTV.flatten(0, 1)[position_N].float()
     if look is not None:
         look(0, logits_NV.detach())
-    support = None if sequences.support is None else Support.join(sequences.support)
+    support = Support.join(sequences.support) if sequences.support else None
     logprob = logprob_on(logits_NV.device)
     logp_N, entropy_N, also_NM = _of_logits(0, logits_NV, token_N, temperature, entropies, support, also, logprob)
     return Forward(logp_N, entropy_N, also_NM=also_NM)
@@ -345,8 +358,9 @@ def prompt_mean(packed: Packed, hidden_ME: Tensor, prompt_length_B: Tensor) -> T
 
 
 def scatter(values_N: Tensor, mask_BR: Tensor) -> Tensor:
-    """Flat response tokens to B, R, 0 at padding; differentiable."""
-    empty_BR = torch.zeros(mask_BR.shape, dtype=values_N.dtype, device=values_N.device)
+    """Flat response tokens to B, R, 0 at padding (or N, M to B, R, M); differentiable."""
+    shape = (*mask_BR.shape, *values_N.shape[1:])
+    empty_BR = torch.zeros(shape, dtype=values_N.dtype, device=values_N.device)
     return empty_BR.index_put(mask_BR.nonzero(as_tuple=True), values_N)
 
 

@@ -74,11 +74,11 @@ def collect(run: Run, step: int) -> Batch:
 def experience_of(run: Run, batch: Batch) -> Experience:
     """As tensors; without what each token was drawn from, where the recipe asks to see what that does."""
     experience = batch.experience(run.parts.device)
-    return replace(experience, support=None) if run.config.rollout.support == "ignored" else experience
+    return replace(experience, support=()) if run.config.rollout.support == "ignored" else experience
 
 
 def score(run: Run, step: int, experience: Experience) -> Scored:
-    """With the log-probs of the learner before its update, and of the reference where there is one."""
+    """With the log-probs of the learner before its update, and what its terms say of the batch."""
     exact = run.exactness
     if exact is not None and not exact.due(step):  # what the rollout delivered is the learner's, to the last bit
         scored = experience.with_learner(experience.rollout_logp_BR)
@@ -86,13 +86,10 @@ def score(run: Run, step: int, experience: Experience) -> Scored:
         with run.timed("learner_logp"):
             looks = [look for probe in run.probes if (look := probe.look(experience)) is not None]
             scored = experience.with_learner(*run.learner.score(experience, _all(looks)))
-    if (critic := run.learner.critic) is not None:
-        with run.timed("critic"):
-            scored = replace(scored, value_BR=critic.score(scored))
-    if run.reference is None:
-        return scored
-    with run.timed("reference_logp"):
-        return replace(scored, ref_logp_BR=run.reference.score(scored))
+    for term in run.learner.terms:
+        with run.timed(term.phase):
+            scored = scored.having(**term.score(scored))
+    return scored
 
 
 def observe(run: Run, step: int, experience: Weighed) -> dict[str, float]:
@@ -107,8 +104,9 @@ def observe(run: Run, step: int, experience: Weighed) -> dict[str, float]:
 
 def learn(run: Run, step: int, experience: Weighed, learns: bool) -> Update:
     """The update of the weights, or none where the policy only plays along."""
+    verify = None if run.exactness is None else run.exactness.verify
     with run.timed("update"):
-        return run.learner.learn(experience, step) if learns else Update((), experience.tallies, 0)
+        return run.learner.learn(experience, step, verify) if learns else Update((), experience.tallies, 0)
 
 
 def publish(
@@ -195,12 +193,12 @@ def _write(run: Run, step: int, *writes: Callable[[], object]) -> None:
 def _learner_metrics(run: Run, experience: Weighed, update: Update) -> dict[str, float]:
     step, mask_BR = run.learner.step, experience.mask_BR
     row = {name: float(value) for name, value in values(update.tallies).items()}
-    if experience.entropy_BR is not None:  # scored: what was not measured is not logged
+    if experience.by_learner:  # what was not measured is not logged
         gap = gap_metrics(experience.rollout_logp_BR, experience.old_logp_BR, mask_BR)
         row |= {name: float(value) for name, value in gap.items()}
         if run.learner.router_flips is not None:
             row["gap/router_flips"] = run.learner.router_flips
-        row["policy/entropy"] = float(masked_mean(experience.entropy_BR.double(), mask_BR))
+        row["policy/entropy"] = float(masked_mean(experience.column("entropy_BR").double(), mask_BR))
     row |= update.beside
     outcomes = update.outcomes
     applied = [outcome for outcome in outcomes if outcome.applied]
@@ -256,7 +254,7 @@ def _all(looks: Sequence[OnTokenLogits]) -> OnTokenLogits | None:
 
 def _rollout_rows(batch: Batch, experience: Weighed) -> list[dict[str, Any]]:
     """One row a completion, as ``runs.directory.rollout_schema`` declares."""
-    learner_logp_BR = None if experience.entropy_BR is None else experience.old_logp_BR.cpu()  # None: not scored
+    learner_logp_BR = experience.old_logp_BR.cpu()
     rows: list[dict[str, Any]] = []
     numbers: dict[int, int] = {}  # completions of each group so far
     for index, (sample, reward) in enumerate(zip(batch.samples, batch.rewards, strict=True)):
@@ -280,7 +278,7 @@ def _rollout_rows(batch: Batch, experience: Weighed) -> list[dict[str, Any]]:
                 "advantage": float(experience.advantage_B[index]),
                 "tokens": list(completion.tokens),
                 "rollout_logp": completion.logp_T.tolist(),
-                "learner_logp": None if learner_logp_BR is None else learner_logp_BR[index, :length].tolist(),
+                "learner_logp": learner_logp_BR[index, :length].tolist() if experience.by_learner else None,
             }
         )
     return rows
@@ -328,7 +326,7 @@ def export(run: Run) -> None:
 def open_source(run: Run) -> SyncSource:
     """Where batches come from, at the position after the last that was sampled."""
     config, engine = run.config, run.sampler.engine
-    params = dataclasses.replace(run.params, most_probable=config.algorithm.loss.most_probable)
+    params = dataclasses.replace(run.params, most_probable=run.learner.most_probable)
     collector = Collector(run.sampler, run.train, run.kept, config.rollout, params, config.seed)
     collector.position = run.ahead[-1].position if run.ahead else run.position
     if config.steps_behind == 0:
@@ -362,10 +360,8 @@ def begin(run: Run) -> None:
     if run.ranks.rank0:
         run.base.keep()
     run.sampler.engine.sync(run.learner.weights, run.learner.version)
-    if run.reference is not None and run.reference.teacher is None:
-        run.reference.take(run.learner.weights, run.learner.version)
-    if run.learner.critic is not None:
-        run.learner.critic.take(run.learner.weights)
+    for term in run.learner.terms:
+        term.begin(run.learner.weights, run.learner.version)
     run.kept = perfectible(run)
 
 

@@ -151,6 +151,7 @@ class Game:
         self.problems, self.heldout = parts.task.split("train"), parts.task.split("heldout")
         self.other = feedback_config(config)
         self.talker, self.critic = parts.sampler, parts.beside[_OTHER].sampler
+        self.tops = [each.learner.most_probable for each in (parts, parts.beside[_OTHER])]
         self._seconds: dict[str, float] = {}
 
     def step(self, step: int) -> tuple[Batch, Batch]:
@@ -195,9 +196,8 @@ class Game:
         """``samples`` dialogues on each problem; ``temperature``: None is each policy's own."""
         config, other, engine = self.config.rollout, self.other.rollout, self.talker.engine
         heat = [each.temperature if temperature is None else temperature for each in (config, other)]
-        tops = [each.algorithm.loss.most_probable for each in (self.config, self.other)]
-        talks = replace(self.talker.params_of(config), temperature=heat[0], most_probable=tops[0])
-        hears = replace(self.critic.params_of(other), temperature=heat[1], most_probable=tops[1])
+        talks = replace(self.talker.params_of(config), temperature=heat[0], most_probable=self.tops[0])
+        hears = replace(self.critic.params_of(other), temperature=heat[1], most_probable=self.tops[1])
         with self._timed("rollout"):
             first = self.talker.sample(problems, samples, talks, engine.version, *seed, "answer", 0)
         played = [Dialogue(sample.problem, number, sample.problem) for number, sample in enumerate(first)]

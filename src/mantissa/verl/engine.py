@@ -46,8 +46,8 @@ from mantissa.model.decoder import place
 from mantissa.rl.adapters import load_any, refused_by_ours
 from mantissa.rl.config.sections import LossScalingConfig
 from mantissa.rl.exact.plan import exact_plan, prove
-from mantissa.rl.flow import Flow
 from mantissa.rl.score import Entropies, Forward, forward
+from mantissa.rl.terms.flow import Flow
 from mantissa.rl.transformers import as_policy, on_grid
 from mantissa.rollout.transformers import TransformersPolicy, place_transformers, positions_of
 from mantissa.training import Backward, OptimizerStep, adamw, master_weights, where_nonfinite

@@ -4,13 +4,13 @@ from typing import Annotated, get_args
 
 from pydantic import Field
 
-from mantissa.algorithms.losses.base import Loss, PartitionSettings
+from mantissa.algorithms.losses.base import Loss, OfTeacher, Selecting
 from mantissa.algorithms.losses.cispo import CISPOConfig
 from mantissa.algorithms.losses.covariance import ClipCovConfig, KLCovConfig
 from mantissa.algorithms.losses.custom import CustomLossConfig
 from mantissa.algorithms.losses.dapo import DAPOConfig
 from mantissa.algorithms.losses.dppo import DPPOConfig
-from mantissa.algorithms.losses.flowrl import FlowRLConfig
+from mantissa.algorithms.losses.flowrl import FlowRLConfig, PartitionSettings
 from mantissa.algorithms.losses.gmpo import GMPOConfig
 from mantissa.algorithms.losses.gspo import GSPOConfig
 from mantissa.algorithms.losses.ppo_clip import PPOClipConfig
@@ -28,6 +28,6 @@ LOSSES: dict[str, type[Loss]] = {each.model_fields["kind"].default: each for eac
 
 __all__ = [
     "LOSSES", "CISPOConfig", "ClipCovConfig", "CustomLossConfig", "DAPOConfig", "DPPOConfig", "FlowRLConfig",
-    "GMPOConfig", "GSPOConfig", "KLCovConfig", "Loss", "LossConfig", "PPOClipConfig", "PartitionSettings",
-    "ReinforceConfig", "ReverseKLConfig", "SAPOConfig", "reverse_kl",
+    "GMPOConfig", "GSPOConfig", "KLCovConfig", "Loss", "LossConfig", "OfTeacher", "PPOClipConfig",
+    "PartitionSettings", "ReinforceConfig", "ReverseKLConfig", "SAPOConfig", "Selecting", "reverse_kl",
 ]  # fmt: skip

@@ -26,6 +26,7 @@ from mantissa.algorithms.aggregation import Accumulator
 from mantissa.algorithms.correction import CorrectionConfig
 from mantissa.algorithms.reference import KLConfig, ReferenceConfig
 from mantissa.base.config import Config, Refusals
+from mantissa.base.errors import MantissaError
 from mantissa.precision.numerics import LOG_RATIO_BOUND, kl_estimate, masked_sum
 
 
@@ -44,17 +45,9 @@ class Around(Protocol):
     def kl(self) -> KLConfig | None: ...
 
 
-class PartitionSettings(NamedTuple):
-    """Of a head that learns log Z of each prompt beside the policy. ``lr``: None for the policy's."""
-
-    dropout: float
-    detach: bool
-    lr: float | None
-
-
 class Masked(NamedTuple):
-    """A micro-batch as a loss takes it: floats of one dtype, 0 where masked; only ``logp_BT``, ``log_z_B`` and
-    ``divergence_BT`` carry a gradient. ``advantage_BT`` may be anything where masked."""
+    """A micro-batch as a loss takes it: floats of one dtype, 0 where masked; of these only ``logp_BT`` carries a
+    gradient. ``advantage_BT`` may be anything where masked. ``of_terms``: what else is known of it, as it was given."""
 
     logp_BT: Tensor
     old_logp_BT: Tensor
@@ -62,16 +55,21 @@ class Masked(NamedTuple):
     mask_BT: Tensor
     weight_BT: Tensor
     scale_BT: Tensor
-    ref_logp_BT: Tensor | None
-    log_z_B: Tensor | None
-    chosen_BT: Tensor | None = None  # bool, of a loss that selects
-    divergence_BT: Tensor | None = None  # with gradient, of a loss that is ``of_teacher``
+    of_terms: Mapping[str, Tensor]
+
+    def of_term(self, name: str, otherwise: str) -> Tensor:
+        """What a loss cannot do without; ``MantissaError`` with ``otherwise`` where it was not given."""
+        found = self.of_terms.get(name)
+        if found is None:
+            raise MantissaError(otherwise)
+        return found
 
 
 class Loss(Config):
     """Base of every policy loss: a section of the recipe that knows its formula.
 
-    One that is a sum over tokens is a ``TokenLoss``; another writes ``of_batch`` and ``clipped``.
+    One that is a sum over tokens is a ``TokenLoss``; another writes ``of_batch`` and ``clipped``. What it needs beside
+    the batch is made by a term of the objective, which knows it by its class: ``Selecting``, ``OfTeacher``.
     """
 
     kind: str
@@ -81,40 +79,16 @@ class Loss(Config):
     by_token: ClassVar[bool] = False  # whether each token may have an advantage of its own
     every_completion: ClassVar[bool] = False  # whether one whose advantage is 0 has a gradient all the same
     weighs_itself: ClassVar[bool] = False  # by the current policy over the rollout's: there is no ratio, and no clip
-    selects: ClassVar[bool] = False  # some tokens of each optimiser step are chosen before it: ``select``
-    of_teacher: ClassVar[bool] = False  # of the reference's whole distributions: ``divergence_BT`` is made for it
     verl_mode: ClassVar[str | None] = None  # verl's policy_loss.loss_mode; None: it has no such loss
     verl_keys: ClassVar[Mapping[str, str]] = {}  # of verl, by the field here that each says
-
-    @property
-    def most_probable(self) -> int:
-        """How many of the sampler's most probable tokens it needs with each token; 0: none."""
-        return 0
 
     @property
     def clip_by_token(self) -> bool:
         """Whether the clip looks at each token's ratio by itself, and not at its sequence's."""
         return not self.of_sequences
 
-    @property
-    def partition(self) -> PartitionSettings | None:
-        """Of the head that learns log Z; None where there is none."""
-        return None
-
     def prepare(self) -> None:
         """What is done once, before the first step: a ``MantissaError`` from here is the user's to mend."""
-
-    def select(self, old_logp_BT: Tensor, advantage: Tensor, mask_BT: Tensor, draw: torch.Generator) -> Tensor:
-        """Of a loss that ``selects``: which tokens of a whole optimiser step it treats otherwise; bool BT.
-
-        ``old_logp_BT``: the policy's before the update. ``draw``: on the CPU, the same on every rank.
-        """
-        raise NotImplementedError
-
-    def from_teacher(self, logits_nV: Tensor, teacher_nV: Tensor, temperature: float) -> Tensor:
-        """Of a loss that is ``of_teacher``: its ``divergence_BT``, from the logits of the policy (with gradient) and of
-        the teacher after n prefixes; n."""
-        raise NotImplementedError
 
     def refusals(self, algorithm: Around) -> Refusals:
         """What this loss does not go with: whether it is so, and what to say then."""
@@ -128,11 +102,7 @@ class Loss(Config):
         mask_BT: Tensor,
         weight_BT: Tensor,
         scale_BT: Tensor,
-        *,
-        ref_logp_BT: Tensor | None = None,
-        log_z_B: Tensor | None = None,
-        chosen_BT: Tensor | None = None,
-        divergence_BT: Tensor | None = None,
+        **of_terms: Tensor,
     ) -> tuple[Tensor, dict[str, Accumulator]]:
         """Loss of a micro-batch, ``sum over the mask of scale * loss_of_token``, and metrics.
 
@@ -140,9 +110,9 @@ class Loss(Config):
         ``logp_BT.detach()`` for a single on-policy step). ``advantage``: of tokens (BT), or one for all of a sequence's
         (B). ``weight_BT`` and ``mask_BT``: from ``correction`` (its
         ``valid_BT``). ``scale_BT``: this micro-batch's rows of ``aggregation_scale``; with it, losses and gradients add
-        up to those of the whole batch, for whole sequences. ``ref_logp_BT``, ``log_z_B``, ``chosen_BT``,
-        ``divergence_BT``: of a loss that needs them.
-        All floats one dtype (fp32, or float64). Only ``logp_BT`` (``log_z_B``, ``divergence_BT``) receives a gradient.
+        up to those of the whole batch, for whole sequences. ``of_terms``: what some losses need besides, and say
+        (``ref_logp_BT``, ``log_z_B``, ``chosen_BT``, ``divergence_BT``); others take no notice of it.
+        All floats one dtype (fp32, or float64). Only ``logp_BT``, and of terms what says so, receives a gradient.
 
         Metrics: the ``policy/...`` of ``mantissa.mismatch``, but for those of ``ratio_parts``; a loss without a clip
         has no ``policy/clip_fraction``.
@@ -150,11 +120,7 @@ class Loss(Config):
         logp, old, weight, scale = (
             torch.where(mask_BT, x, 0.0) for x in (logp_BT, old_logp_BT.detach(), weight_BT.detach(), scale_BT)
         )
-        ref = None if ref_logp_BT is None else torch.where(mask_BT, ref_logp_BT.detach(), 0.0)
-        log_z = None if log_z_B is None else torch.where(mask_BT.any(-1), log_z_B, 0.0)
-        divergence = None if divergence_BT is None else torch.where(mask_BT, divergence_BT, 0.0)
-        known = (weight, scale, ref, log_z, chosen_BT, divergence)
-        given = Masked(logp, old, of_each_token(advantage.detach(), mask_BT), mask_BT, *known)
+        given = Masked(logp, old, of_each_token(advantage.detach(), mask_BT), mask_BT, weight, scale, of_terms)
         loss, metrics = self.of_batch(given)
         return loss, metrics | drift(logp.detach(), old, mask_BT) | {"policy/loss": Accumulator.of("sum", loss)}
 
@@ -242,6 +208,25 @@ class TokenLoss(Loss):
         advantage_BT = torch.where(mask_BT, advantage_BT, 0.0)
         held = self.of_tokens(logp_BT, old_logp_BT, advantage_BT, mask_BT.to(logp_BT.dtype), mask_BT)[1]
         return None if held is None else held & mask_BT
+
+
+class Selecting(Loss):
+    """A loss that treats some tokens of each optimiser step otherwise, chosen before it: ``chosen_BT``, bool."""
+
+    @abstractmethod
+    def select(self, old_logp_BT: Tensor, advantage: Tensor, mask_BT: Tensor, draw: torch.Generator) -> Tensor:
+        """Which tokens of a whole optimiser step; bool BT.
+
+        ``old_logp_BT``: the policy's before the update. ``draw``: on the CPU, the same on every rank.
+        """
+
+
+class OfTeacher(Loss):
+    """A loss of the reference's whole distributions; given as ``divergence_BT``, with its gradient."""
+
+    @abstractmethod
+    def from_teacher(self, logits_nV: Tensor, teacher_nV: Tensor, temperature: float) -> Tensor:
+        """The divergence after each of n prefixes, from the policy's logits (with gradient) and the teacher's; n."""
 
 
 def of_each_token(advantage: Tensor, mask_BT: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from mantissa.algorithms.aggregation import Accumulator
-from mantissa.algorithms.losses.base import Loss, Masked, bounded_ratio, clipped_surrogate, of_each_token
+from mantissa.algorithms.losses.base import Masked, Selecting, bounded_ratio, clipped_surrogate, of_each_token
 from mantissa.precision.numerics import masked_mean, masked_sum
 
 
@@ -24,7 +24,7 @@ def covariances(old_logp_BT: Tensor, advantage: Tensor, mask_BT: Tensor) -> Tens
     return torch.where(mask_BT, product, -torch.inf)
 
 
-class ClipCovConfig(Loss):
+class ClipCovConfig(Selecting):
     """``ppo_clip``, but a random share of the tokens of high covariance has no loss at all (arXiv 2505.22617, 4.2).
 
     The entropy of a policy falls by the covariance of log-prob and advantage, and a few tokens have nearly all of it.
@@ -42,7 +42,6 @@ class ClipCovConfig(Loss):
     high: float = Field(5.0, description="Largest, exclusive.")
 
     source = "arXiv 2505.22617, section 4.2"
-    selects = True
     verl_mode = "clip_cov"
     verl_keys = {  # noqa: RUF012 - never changed
         "clip_low": "actor.clip_ratio_low",
@@ -82,7 +81,7 @@ class ClipCovConfig(Loss):
         return clipped_surrogate(logp_BT - old_logp_BT, advantage_BT, self.clip_low, self.clip_high)[1] & mask_BT
 
 
-class KLCovConfig(Loss):
+class KLCovConfig(Selecting):
     """``-w * (ratio * A - coefficient * |log ratio|)``, the penalty on the tokens of highest covariance alone.
 
     arXiv 2505.22617, section 4.2. The ``share`` of the step's tokens, at least one, with the largest covariance of
@@ -94,7 +93,6 @@ class KLCovConfig(Loss):
     coefficient: float = Field(0.1, gt=0, description="Loss for a nat of |log ratio| of such a token.")
 
     source = "arXiv 2505.22617, section 4.2"
-    selects = True
     verl_mode = "kl_cov"
     verl_keys = {  # noqa: RUF012 - never changed
         "share": "actor.policy_loss.kl_cov_ratio",
@@ -121,5 +119,5 @@ class KLCovConfig(Loss):
 
 
 def _chosen(given: Masked) -> Tensor:
-    assert given.chosen_BT is not None, "select the step's tokens first"
-    return given.chosen_BT & given.mask_BT
+    missing = "this loss needs the step's chosen tokens and got none: select them first"
+    return given.of_term("chosen_BT", missing) & given.mask_BT

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
 from mantissa.algorithms.aggregation import Accumulator
-from mantissa.algorithms.losses.base import Around, Loss, Masked, PartitionSettings, bounded_ratio
+from mantissa.algorithms.losses.base import Around, Loss, Masked, bounded_ratio
 from mantissa.base.config import Refusals
-from mantissa.base.errors import MantissaError
 from mantissa.precision.numerics import masked_mean, masked_sum
 
 _Bound = Annotated[float, Field(allow_inf_nan=True)]
+
+
+class PartitionSettings(NamedTuple):
+    """Of a head that learns log Z of each prompt beside the policy. ``lr``: None for the policy's."""
+
+    dropout: float
+    detach: bool
+    lr: float | None
 
 
 class FlowRLConfig(Loss):
@@ -86,6 +93,7 @@ class FlowRLConfig(Loss):
 
     @property
     def partition(self) -> PartitionSettings:
+        """Of the head that learns log Z."""
         return PartitionSettings(self.partition_dropout, self.detach_partition, self.partition_lr)
 
     def refusals(self, algorithm: Around) -> Refusals:
@@ -119,16 +127,17 @@ class FlowRLConfig(Loss):
         ``advantage_BT``: r_hat, that of the sequence. ``scale_BT``: with ``seq_mean_token_mean``; a sequence's is their
         sum. Raises ``MantissaError`` where the reference's log-probs or log Z are missing.
         """
-        if given.ref_logp_BT is None:
-            raise MantissaError(
-                "flowrl needs the reference policy's log-probs and got none: score the batch under a reference; "
-                "without one, there is nothing that the reward tilts"
-            )
-        if given.log_z_B is None:
-            raise MantissaError(
-                "flowrl needs log Z of each prompt and got none: pass what the log-partition head returns"
-            )
-        logp, ref, log_z, mask_BT = given.logp_BT, given.ref_logp_BT, given.log_z_B, given.mask_BT
+        logp, mask_BT = given.logp_BT, given.mask_BT
+        ref_logp_BT = given.of_term(
+            "ref_logp_BT",
+            "flowrl needs the reference policy's log-probs and got none: score the batch under a reference; without "
+            "one, there is nothing that the reward tilts",
+        )
+        log_z_B = given.of_term(
+            "log_z_B", "flowrl needs log Z of each prompt and got none: pass what the log-partition head returns"
+        )
+        ref = torch.where(mask_BT, ref_logp_BT.detach(), 0.0)
+        log_z = torch.where(mask_BT.any(-1), log_z_B, 0.0)
         reward = torch.where(mask_BT.any(-1), given.advantage_BT[:, :1].sum(-1), 0.0)
         out_BT = self._left_out(logp.detach(), given.old_logp_BT, reward) & mask_BT
         mask_BT = mask_BT & ~out_BT

@@ -30,10 +30,6 @@ class ReinforceConfig(TokenLoss):
     weighs_itself = True
     verl_mode = "vanilla"
 
-    @property
-    def most_probable(self) -> int:
-        return self.centering or 0
-
     def refusals(self, algorithm: Around) -> Refusals:
         yield (
             algorithm.correction.bypass,

@@ -9,9 +9,8 @@ from pydantic import Field
 from torch import Tensor
 
 from mantissa.algorithms.aggregation import Accumulator
-from mantissa.algorithms.losses.base import Around, Loss, Masked
+from mantissa.algorithms.losses.base import Around, Masked, OfTeacher
 from mantissa.base.config import Refusals
-from mantissa.base.errors import MantissaError
 from mantissa.precision.numerics import masked_sum
 
 
@@ -46,7 +45,7 @@ def _coarse(log_nV: Tensor, top_nS: Tensor) -> Tensor:
     return torch.cat([log_nV.gather(-1, top_nS), torch.where(none_n1, -torch.inf, rest_n1)], -1)
 
 
-class ReverseKLConfig(Loss):
+class ReverseKLConfig(OfTeacher):
     """``KL(policy || teacher)`` of the next token at each sampled prefix, by itself the loss: no advantage, no ratio.
 
     The prefixes are the policy's own and held fixed, so its gradient is what that of ``advantage: distillation`` is on
@@ -65,7 +64,6 @@ class ReverseKLConfig(Loss):
     implies = {"advantage": "distillation"}  # noqa: RUF012 - never changed
     by_token = True
     every_completion = True
-    of_teacher = True
 
     def from_teacher(self, logits_nV: Tensor, teacher_nV: Tensor, temperature: float) -> Tensor:
         return reverse_kl(logits_nV, teacher_nV, temperature, self.support)
@@ -91,10 +89,10 @@ class ReverseKLConfig(Loss):
         )
 
     def of_batch(self, given: Masked) -> tuple[Tensor, dict[str, Accumulator]]:
-        if given.divergence_BT is None:
-            raise MantissaError("reverse_kl needs the divergence from the teacher after each prefix, and got none")
-        seen = Accumulator.of("mean", given.divergence_BT, given.mask_BT & given.divergence_BT.isfinite())
-        return masked_sum(given.scale_BT * given.divergence_BT, given.mask_BT), {"reference/reverse_kl": seen}
+        missing = "reverse_kl needs the divergence from the teacher after each prefix, and got none"
+        divergence_BT = torch.where(given.mask_BT, given.of_term("divergence_BT", missing), 0.0)
+        seen = Accumulator.of("mean", divergence_BT, given.mask_BT & divergence_BT.isfinite())
+        return masked_sum(given.scale_BT * divergence_BT, given.mask_BT), {"reference/reverse_kl": seen}
 
     def clipped(self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> None:
         return None

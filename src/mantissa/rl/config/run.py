@@ -10,7 +10,15 @@ from typing import Any, Literal, Self, cast, get_args
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from mantissa.algorithms import ADVANTAGES, LOSSES, AdvantageKind, AlgorithmConfig
+from mantissa.algorithms import (
+    ADVANTAGES,
+    LOSSES,
+    AdvantageKind,
+    AlgorithmConfig,
+    FlowRLConfig,
+    OfTeacher,
+    ReinforceConfig,
+)  # fmt: skip
 from mantissa.base.bounds import LARGEST_SEED, boundary
 from mantissa.base.config import PLAIN, Config, Refusals
 from mantissa.base.errors import MantissaError, nearest
@@ -235,13 +243,13 @@ def _rollout_refusals(config: RunConfig) -> Refusals:
 def _vllm_refusals(config: RunConfig) -> Refusals:
     """What vLLM cannot do, or what nobody has tried with it."""
     rollout, lag = config.rollout, config.rollout.max_policy_lag
-    untold = untold_support(rollout.top_k, rollout.top_p)
+    untold, loss = untold_support(rollout.top_k, rollout.top_p), config.algorithm.loss
+    centred = loss.centering or 0 if isinstance(loss, ReinforceConfig) else 0
     refusals = (
         *_vllm_formats(config.precision),
         (
-            config.algorithm.loss.most_probable > MOST_TOLD,
-            f"algorithm.loss.centering={config.algorithm.loss.most_probable}: vLLM tells at most {MOST_TOLD} tokens; "
-            "lower it",
+            centred > MOST_TOLD,
+            f"algorithm.loss.centering={centred}: vLLM tells at most {MOST_TOLD} tokens; lower it",
         ),
         (
             bool(untold),
@@ -340,9 +348,12 @@ def _transformers_refusals(config: RunConfig) -> Refusals:
             policy.kernels == "exact" and policy.reference not in (None, policy.train),
             f"precision.reference={policy.reference}: one adopted model has one format; leave it out",
         ),
-        (algorithm.loss.of_teacher, f"algorithm.loss={algorithm.loss.kind}: a teacher's whole distributions"),
+        (
+            isinstance(algorithm.loss, OfTeacher),
+            f"algorithm.loss={algorithm.loss.kind}: a teacher's whole distributions",
+        ),
         (algorithm.critic is not None, "algorithm.critic: its hidden states are not told; leave it out"),
-        (algorithm.loss.partition is not None, "algorithm.loss.partition: its hidden states are not told"),
+        (isinstance(algorithm.loss, FlowRLConfig), "algorithm.loss.partition: its hidden states are not told"),
         (policy.logits != "fp32", f"precision.logits={policy.logits}: its head is its own; leave it out"),
         (policy.kv_cache is not None, f"precision.kv_cache={policy.kv_cache}: its cache is its own; leave it out"),
         (policy.backend != "auto", f"precision.backend={policy.backend}: its kernels are its own; leave it out"),

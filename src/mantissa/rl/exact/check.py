@@ -89,9 +89,6 @@ class Exactness(Probe):
             self.engine.keeps_calls = True
         self.replans = 0
         self.unlike: int | None = None
-        # A sum of gradients must not depend on whether its step was checked.
-        self.learner.reuse_scoring &= (self.precision.check_every or 1) == 1
-        self.learner.verify = self.verify
 
     def due(self, step: int) -> bool:
         """Whether ``step`` is checked: the first one, every ``check_every``-th after it, and the last."""
@@ -135,8 +132,7 @@ class Exactness(Probe):
 
     def look(self, experience: Experience) -> OnTokenLogits:
         """What watches the scoring of a batch for tokens that the learner's law does not draw with their uniforms."""
-        key_B = experience.key_B
-        assert key_B is not None, "a native engine draws"
+        key_B = experience.column("key_B")  # a native engine draws
         params = replace(self.params, max_tokens=1)
         self._misdrawn_BR = torch.zeros_like(experience.mask_BR, dtype=torch.int32)
 
@@ -244,7 +240,7 @@ class Exactness(Probe):
         tokens = experience.tokens_BT[row, :length].tolist()
         prompt, response = tuple(tokens[:prompt_length]), tuple(tokens[prompt_length:])
         rows = experience.part_with(row, self.learner.config.micro_batch_tokens, self.learner.ranks)
-        key = None if experience.key_B is None else int(experience.key_B[row])
+        key = int(experience.column("key_B")[row])
         params = replace(self.params, max_tokens=len(response))
         call, job, found = Call((Request(prompt, 0),), params, (response,)), 0, None
         assert isinstance(self.engine, NativeEngine)

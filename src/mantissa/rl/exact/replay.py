@@ -271,7 +271,7 @@ def write_case(
     tensors = {f"weights.{name}": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     for name in _OF_SEQUENCES:
         tensors[f"part.{name}"] = getattr(case.part, name).cpu().contiguous()
-    if case.part.support is not None:
+    if case.part.support:
         support = Support.join(case.part.support)
         tensors |= {"support.words": support.words, "support.counts": support.counts}
     answers = [tokens or () for tokens in case.call.tokens]

@@ -17,14 +17,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from mantissa.algorithms import (
-    PartitionSettings,
-)
+from mantissa.algorithms import FlowRLConfig, PartitionSettings
 from mantissa.base.seeds import derive_seed, generator
-from mantissa.model import LogPartition
-from mantissa.training import (
-    load_weights,
-)
+from mantissa.model import Decoder, LogPartition
+from mantissa.rl.terms.base import Micro, Term
+from mantissa.training import Checkpoint, load_weights
 
 PREFIX = "partition."  # of its parameters' names among the optimiser step's: no decoder has any that begin so
 
@@ -63,3 +60,29 @@ class Flow:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of ``weights``."""
         load_weights(self.weights, tensors)
+
+
+class Partition(Term):
+    """The head as a term of the learner's: log Z of each prompt, of a loss that asks for it."""
+
+    prompts = True
+
+    def __init__(self, policy: Decoder, loss: FlowRLConfig, seed: int) -> None:
+        self.flow = Flow(policy.config.hidden_size, loss.partition, seed, next(policy.parameters()).device)
+
+    def gives(self, micro: Micro, numbers_BRM: Tensor) -> Mapping[str, Tensor]:
+        return {"log_z_B": self.flow.log_z(micro.passed["prompt_BE"], self.flow.keys(micro.batch.group_B, micro.step))}
+
+    def join(self, optimizer: torch.optim.Optimizer, lr: float) -> Mapping[str, nn.Parameter]:
+        return self.flow.join(optimizer, lr)
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        return {"partition": self.flow.head}
+
+    @property
+    def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return {"partition": self.flow.weights}
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        self.flow.load(checkpoint.part("partition"))

@@ -11,15 +11,14 @@ Legend: B completions, R response tokens right-padded, N response tokens flat, E
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mantissa.algorithms import Accumulator, AlgorithmConfig, aggregation_scale, merge, value_loss, values
+from mantissa.algorithms import Accumulator, CriticConfig, aggregation_scale, merge, value_loss, values
 from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import Ranks, shard_like, whole
 from mantissa.kernels import Kernels
@@ -27,7 +26,8 @@ from mantissa.model import Decoder, policy_weights
 from mantissa.model.decoder import place
 from mantissa.rl.experience import Sequences, Weighed
 from mantissa.rl.score import Forward, Packed, scatter, score
-from mantissa.training import LossScaler, OptimizerStep, StepOutcome, load_weights
+from mantissa.rl.terms.base import Made, Term
+from mantissa.training import Checkpoint, StepOutcome, load_weights
 
 
 class ValueModel(nn.Module):
@@ -55,30 +55,20 @@ class ValueModel(nn.Module):
         return F.linear(hidden_NE.float(), self.value.weight, self.value.bias).squeeze(-1)
 
 
-StepOf = Callable[[nn.Module, LossScaler, float], OptimizerStep]  # over a module, at a rate
+class Critic(Term):
+    """Owns the value model's masters and everything that changes them."""
 
+    phase = "critic"
 
-class Critic:
-    """Owns the value model's masters and everything that changes them. ``micro_batch_tokens``: as the learner's."""
-
-    def __init__(
-        self,
-        policy: Decoder,
-        kernels: Kernels,
-        algorithm: AlgorithmConfig,
-        scaler: LossScaler,
-        step_of: StepOf,
-        *,
-        aggregation_length: float | None,
-        micro_batch_tokens: int,
-        ranks: Ranks,
-    ) -> None:
-        assert algorithm.critic is not None
-        self.config, self.aggregation, self.length = algorithm.critic, algorithm.aggregation, aggregation_length
-        self.kernels, self.micro_batch_tokens, self.ranks = kernels, micro_batch_tokens, ranks
-        self.model = ValueModel(policy, ranks)
+    def __init__(self, policy: Decoder, config: CriticConfig, made: Made) -> None:
+        self.config, self.aggregation, self.length = config, made.algorithm.aggregation, made.aggregation_length
+        self.kernels, self.micro_batch_tokens, self.ranks = made.kernels, made.micro_batch_tokens, made.ranks
+        self.model = ValueModel(policy, made.ranks)
         self.take(policy_weights(policy))
-        self.step = step_of(self.model, scaler, self.config.lr)
+        self.step = made.step_of(self.model, config.lr)
+
+    def begin(self, weights: Mapping[str, Tensor], version: int) -> None:
+        self.take(weights)
 
     def take(self, masters: Mapping[str, Tensor]) -> None:
         """Become the policy with these masters, values 0; where RL begins. Collective where they are sharded."""
@@ -87,23 +77,26 @@ class Critic:
             for name, parameter in own.items():
                 parameter.copy_(shard_like(whole(masters[name]), parameter))
 
-    def score(self, sequences: Sequences) -> Tensor:
-        """The value before each response token; B, R, fp32, 0 at padding."""
+    def score(self, scored: Sequences) -> Mapping[str, Tensor]:
+        """The value before each response token: ``value_BR``, fp32, 0 at padding."""
         with torch.no_grad():
-            return score(
+            value_BR, _ = score(
                 lambda part, _: Forward(self.model(part, self.kernels)),
-                sequences,
+                scored,
                 self.micro_batch_tokens,
                 self.ranks,
                 exchanges=self.ranks.sharded,
-            )[0]
+            )
+        return {"value_BR": value_BR}
 
-    def learn(self, experience: Weighed, parts: list[Tensor]) -> dict[str, float]:
-        """One optimiser step on each of ``parts`` (rows) of a weighed batch; returns metrics."""
+    def holds(self, step: int) -> bool:
+        return step <= self.config.warmup
+
+    def learn(self, batch: Weighed, parts: Sequence[Tensor]) -> Mapping[str, float]:
         outcomes: list[StepOutcome] = []
         tallies: list[dict[str, Accumulator]] = []
         for rows in parts:
-            outcome, found = self._step(experience, rows)
+            outcome, found = self._step(batch, rows)
             outcomes.append(outcome)
             tallies += found
         merged = merge([each for found in self.ranks.gather(tallies) for each in found])
@@ -130,12 +123,11 @@ class Critic:
                     continue  # who has no rows waits at the sum
                 micro = micro if counts else rows[:1]
                 batch = experience.select(micro)
-                assert batch.value_BR is not None, "score the values first"
-                assert batch.target_BR is not None
                 value_BR = scatter(self.model(batch, self.kernels), batch.mask_BR)
                 scale_BR = whole_BR[micro, : batch.mask_BR.shape[1]]
                 scale_BR = scale_BR if counts else torch.zeros_like(scale_BR)
-                given = (batch.value_BR, batch.target_BR, batch.mask_BR, scale_BR, self.config.clip)
+                before_BR, target_BR = batch.column("value_BR"), batch.column("target_BR")
+                given = (before_BR, target_BR, batch.mask_BR, scale_BR, self.config.clip)
                 loss, found = value_loss(value_BR, *given)
                 if counts:
                     tallies.append({name: replace(each, parts=each.parts.cpu()) for name, each in found.items()})
@@ -153,12 +145,21 @@ class Critic:
         """The fp32 masters by name."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Counters and scaler; the tensors are ``weights`` and the step's ``optimizer_tensors``."""
-        return self.step.state_dict()
+    @property
+    def alike(self) -> Mapping[str, Tensor]:
+        return self.weights
 
-    def load(self, state: Any, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
-        """The inverse of ``state_dict``, ``weights`` and the optimiser's tensors, bit for bit."""
+    @property
+    def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return {"critic": self.weights, "critic_optimizer": self.step.optimizer_tensors()}
+
+    @property
+    def state(self) -> Mapping[str, Mapping[str, object]]:
+        return {"critic": self.step.state_dict()}
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        weights, optimizer = checkpoint.part("critic"), checkpoint.part("critic_optimizer")
+        state = checkpoint.state.get("critic")
         if not isinstance(state, dict):
             raise MantissaError("checkpoint has no critic; it is damaged, or of a run without one")
         self.step.load_optimizer_tensors(optimizer)
