@@ -69,7 +69,7 @@ def capacity(e: Evidence, tests: int) -> Finding:
     """
     b = of("capacity")
     if not e.dump.routed:
-        return untested("capacity", "nothing says that the policy is a mixture of experts")
+        return untested("capacity", "nothing says that the policy is a mixture")
     t, whole = e.clean.telling, len(e.dump.sequences)
     count = np.bincount(t.sequence, minlength=whole)
     share = np.bincount(t.sequence, np.abs(t.u) > e.usual, whole) / np.maximum(count, 1)
