@@ -310,13 +310,11 @@ def updated(
         row[: len(texts)] = torch.tensor(unhexed(texts))
     scored = experience.with_learner(old_BR)
     weighed = scored.with_weights(torch.ones_like(scored.reward_B), scored.mask_BR.float(), scored.mask_BR)
-    learner.verify = verify
     try:
-        learner.learn(weighed, 1)
+        learner.learn(weighed, 1, verify)
     except _Seen as seen:
         return _split(seen.logp_BR, sequences)
     finally:
-        learner.verify = None
         for parameter in learner.step.parameters.values():
             parameter.grad = None
     raise RuntimeError("the update made no forward")
