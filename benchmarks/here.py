@@ -72,7 +72,7 @@ def command(words: Sequence[str], folder: Path, threads: int = 1) -> tuple[str, 
     """What a command of ours prints, and its processor time in seconds; its exit code is not looked at."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT / "src")}
     before = os.times()
-    done = subprocess.run([sys.executable, "-m", "mantissa", *words], cwd=folder, env=environment, text=True,
+    done = subprocess.run([sys.executable, "-P", "-m", "mantissa", *words], cwd=folder, env=environment, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)  # fmt: skip
     after = os.times()
     return done.stdout, sum(after[2:4]) - sum(before[2:4])

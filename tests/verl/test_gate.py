@@ -122,7 +122,7 @@ def test_a_fault_stops_or_is_said(tmp_path: Path, batch: Any, capsys: pytest.Cap
 def test_stale_weights_have_their_name(tmp_path: Path, batch: Any) -> None:
     gate = TrainerGate(config(tmp_path), "stop")
     gate.look(trainer(1), batch(1))
-    with pytest.raises(MantissaError, match=r"step 2: a fault: stale weights .*parameter_sync_step=1"):
+    with pytest.raises(MantissaError, match=r"step 2: a fault: either stale weights .*parameter_sync_step=1"):
         gate.look(trainer(2), batch(2, size=0.6, lag=1))
 
 
