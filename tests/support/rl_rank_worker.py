@@ -136,10 +136,10 @@ def overflow(recipe: Recipe, folder: Path) -> dict[str, Any]:
         state["losses"] += 1
         return real(self, *rest)
 
-    def learn(self: Learner, experience: Experience, step: int) -> Any:
+    def learn(self: Learner, experience: Experience, step: int, *rest: Any) -> Any:
         state.update(step=step, losses=0)
         self.model.model.norm.of_sum = of_sum.__get__(self.model.model.norm)  # type: ignore[method-assign]
-        result = real_learn(self, experience, step)
+        result = real_learn(self, experience, step, *rest)
         outcomes.extend(f"{step} {outcome} {outcome.scale:g}" for outcome in result.outcomes)
         return result
 

@@ -261,7 +261,7 @@ class Ranks:
         if self.alone or self.sharded:
             return
         sums = [tensor.detach().view(torch.int32).sum(dtype=torch.int64) for tensor in tensors.values()]
-        gathered = self.gather(torch.stack(sums).tolist())
+        gathered = self.gather([int(total) for total in sums])
         for name, *found in zip(tensors, *gathered, strict=True):
             if len(set(found)) > 1:
                 raise MantissaError(
