@@ -31,7 +31,8 @@ def timed(work: Callable[[], T]) -> tuple[T, float]:
 def proof(model: str, tokens: int = 256, precision: str = "exact") -> Rows:
     """Certificates: made, checked again, and of dialogues that are encoded again."""
     from mantissa.bench.certificate import read_certificate
-    from mantissa.bench.certify import asked_of, certify, check, open_policy_of, prompts_of
+    from mantissa.bench.certify import certify, check
+    from mantissa.bench.sides import asked_of, open_policy_of, prompts_of
 
     def quiet(_: str) -> None:
         """What is at work."""

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from mantissa.base.errors import MantissaError
 from mantissa.bench import certify as program
+from mantissa.bench import sides
 from mantissa.bench.certificate import (
     STATEMENTS,
     Certificate,
@@ -26,7 +27,8 @@ from mantissa.bench.certificate import (
     read_certificate,
     unhexed,
 )
-from mantissa.bench.certify import Checked, asked_of, certify, check, findings_of, open_policy_of, prompts_of
+from mantissa.bench.certify import Checked, certify, check, findings_of
+from mantissa.bench.sides import asked_of, open_policy_of, prompts_of
 from mantissa.model import Decoder, ModelConfig, byte_tokenizer, save_model
 
 CPU = torch.device("cpu")
@@ -53,7 +55,7 @@ def saved(folder: Path, seed: int = 0, **shape: Any) -> str:
 @pytest.fixture(scope="module", autouse=True)
 def _probed_once() -> Iterator[None]:
     """What is found by probing is found once: what is tried here is what becomes of it."""
-    plan, prove = program.exact_plan, program.prove
+    plan, prove = sides.exact_plan, sides.prove
     known: dict[str, Any] = {}
 
     def once(of: Callable[..., Any], name: str, precision: Any, *rest: Any) -> Any:
@@ -64,8 +66,8 @@ def _probed_once() -> Iterator[None]:
         return known[key]
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(program, "exact_plan", functools.partial(once, plan, "plan"))
-        patched.setattr(program, "prove", functools.partial(once, prove, "prove"))
+        patched.setattr(sides, "exact_plan", functools.partial(once, plan, "plan"))
+        patched.setattr(sides, "prove", functools.partial(once, prove, "prove"))
         yield
 
 
@@ -92,7 +94,8 @@ def test_three_sides_are_equal_and_a_bit_is_seen(made: Certificate, folder: str)
     assert made.equal.bits
     assert made.equal.tokens >= 18
     assert made.kernels.plan
-    assert made.could_fail
+    assert made.injected_weight
+    assert made.injected_result
     assert all(each.holds for each in findings_of(made, allow_gap=False))
     found = checked(made, folder)
     assert found.holds, found
@@ -135,6 +138,8 @@ def forged(value: Any) -> Any:
         return {**value, name: forged(value[name])}
     if value is None:
         return 7
+    if isinstance(value, bool):
+        return not value
     if isinstance(value, str):
         if value.startswith(("-0x", "0x")):
             near = np.nextafter(np.float32(float.fromhex(value)), np.float32(-np.inf))

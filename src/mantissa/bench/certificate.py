@@ -67,12 +67,20 @@ class Formats(Config):
     kv_cache: Text
 
 
+class Family(Config):
+    """A side's kernels. ``emulated``: with a serving engine's habits."""
+
+    exact: bool
+    backend: Literal["native", "simulated"]
+    emulated: bool
+
+
 class KernelsUsed(Config):
     """``engine``: native, or transformers' own code. ``plan``: the calls that exact kernels make here."""
 
     engine: Literal["native", "transformers"]
-    learner: Text
-    rollout: Text
+    learner: Family
+    rollout: Family
     plan: tuple[Text, ...]
 
 
@@ -173,12 +181,7 @@ class Certificate(Config):
     @property
     def exact(self) -> bool:
         """Whether bits were promised."""
-        return self.kernels.learner.startswith("exact")
-
-    @property
-    def could_fail(self) -> bool:
-        """Whether both injected bits were seen."""
-        return self.injected_weight is not None and self.injected_result is not None
+        return self.kernels.learner.exact
 
 
 def read_certificate(path: Path) -> Certificate:
@@ -244,7 +247,8 @@ def policy_digest(weights: Mapping[str, Tensor]) -> str:
     """SHA-256 over name, shape and fp32 values of each whole tensor, in the order of names; hexadecimal.
 
     It does not depend on how the tensors are laid out, in which wider format they are held, or whether a head that is
-    the embedding is stored beside it.
+    the embedding is stored beside it. Whoever forges a certificate may choose the weights, so this is a hash for that;
+    ``base/digest.py``'s, which adds over ranks, tells an accident alone.
     """
     head, table = (next((w for n, w in weights.items() if n.endswith(end)), None) for end in _TIED)
     tied = head is not None and table is not None and head.shape == table.shape and bool((head == table).all())

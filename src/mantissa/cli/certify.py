@@ -74,7 +74,8 @@ def _make(
 ) -> None:
     from mantissa.base.files import write_atomically
     from mantissa.base.ranks import choose_device
-    from mantissa.bench.certify import asked_of, certify, findings_of, open_policy_of, prompts_of
+    from mantissa.bench.certify import certify, findings_of
+    from mantissa.bench.sides import asked_of, open_policy_of, prompts_of
 
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise MantissaError(f"--out {out}: expected a file in a folder that is there")
