@@ -49,6 +49,19 @@ def test_what_is_made_may_grow_with_what_is_read(tmp_path: Path) -> None:
         spent.draw("made", 1)
 
 
+def test_a_large_file_brings_no_more_than_its_ceiling_and_weights_draw_nothing(tmp_path: Path) -> None:
+    path, spent = tmp_path / "a", Budget(made=0, bytes=1 << 41)
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # nothing lies on the disk
+    require_size(path, 1 << 44, spent, weights=True)
+    with pytest.raises(MantissaError, match="more than 0 bytes in memory"):
+        spent.draw("made", 1)
+    spent = Budget(made=0, bytes=1 << 41)
+    require_size(path, 1 << 44, spent)
+    with pytest.raises(MantissaError, match="more than 3,758,096,384 bytes in memory"):
+        spent.draw("made", 4 << 30)
+
+
 def test_a_machine_without_memory_left_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").touch()
     monkeypatch.setattr("mantissa.base.budget.available_memory", lambda: 1000)

@@ -2,8 +2,8 @@
 
 A limit for each file does not bound a command: a thousand files, each just below it, are a thousand times as much. So
 ``Budget`` holds for all that a command reads: files, their bytes, bytes that are made of them, processor seconds where
-few bytes can ask for many. What is made and how long it takes may grow with the bytes that were read, so a large file
-is no worse than a small one, and a small one that asks for gigabytes is refused whoever reads it. Where a library
+few bytes can ask for many. What is made and how long it takes may grow with the bytes that were read, to a
+ceiling for each file, so a small one that asks for gigabytes is refused whoever reads it. Where a library
 makes something at once and cannot be counted meanwhile, ``memory`` bounds its address space and ``call`` its seconds.
 
 The command line sets one for each command (``spending``); used as a library, each reading has one of its own.
@@ -28,6 +28,7 @@ What = Literal["files", "bytes", "made", "seconds"]
 _AT_ONCE = 1 << 30  # bytes that a library may take in one block of ``memory``
 # What a byte that is read may become, in bytes: parquet keeps a mask, or a prompt that is repeated, in a hundredth.
 _TIMES = 200
+_MOST_MADE = 7 << 29  # bytes that a file may bring with it so, however large it is: with what is always there 4 GiB
 _PACE = 2e6  # bytes of a file that a second may take: a tenth of what a slow reader does
 _LEAST = 256 << 20  # bytes that the machine must have left for more to be read
 _LOOK = 64 << 20  # bytes that are made between two looks at that
@@ -66,7 +67,8 @@ class Budget:
         self.draw("files", before is None, path)
         self.draw("bytes", max(0, about.st_size - (before or 0)), path)
         self._files[known] = max(before or 0, about.st_size)
-        for what, more in (("made", self._times * about.st_size), ("seconds", about.st_size / _PACE)):
+        made = min(self._times * about.st_size, _MOST_MADE)
+        for what, more in (("made", made), ("seconds", about.st_size / _PACE)):
             self._most[what] += more  # type: ignore[index]
             self._left[what] += more  # type: ignore[index]
         self._look(path)
@@ -100,14 +102,18 @@ def budget() -> Budget:
     return _current or Budget()
 
 
-def require_size(path: Path, most: int, spent: Budget | None = None) -> int:
+def require_size(path: Path, most: int, spent: Budget | None = None, *, weights: bool = False) -> int:
     """The bytes of a file that may be read, once they are drawn from ``spent`` (None: from the command's budget).
-    ``MantissaError`` for a pipe or device, and for one too large."""
+
+    ``weights``: of which each tensor is read by itself, against what the machine's memory holds; nothing is drawn, for
+    models are as large as they are. ``MantissaError`` for a pipe or device, and for one too large.
+    """
     regular_file(path)
     about = path.stat()
     if about.st_size > most:
         raise MantissaError(f"{path} has {about.st_size:,} bytes; expected at most {most:,}; give a part of it")
-    (spent or budget()).file(path, about)
+    if not weights:
+        (spent or budget()).file(path, about)
     return about.st_size
 
 

@@ -33,7 +33,7 @@ from mantissa.base.bounds import boundary
 from mantissa.base.budget import Budget, budget, memory, require_size
 from mantissa.base.readers import zips
 
-LARGEST = zips.LARGEST  # bytes of a file
+LARGEST = zips.LARGEST  # bytes of a file, and of all tensors in one
 _AT_ONCE, _TIMES = 1 << 30, 64  # bytes that reading may take, and for each byte of the file: an empty list is one
 _MOST_OPERATIONS = 50_000_000  # of a pickle, and values in what it makes
 _MOST_CLASSES = 256  # that a pickle's records may be of
@@ -84,6 +84,14 @@ class _Whole:
     classes: dict[tuple[str, str], type[Record]] | None
     inner: bool = False
     operations: int = 0
+    tensors: int = 0  # bytes
+
+    def take(self, count: int) -> None:
+        """Draw ``count`` bytes of tensors."""
+        self.tensors += count
+        if self.tensors > LARGEST:
+            raise ValueError(f"tensors of more than {LARGEST:,} bytes")
+        self.spent.draw("made", count, self.path)
 
 
 NESTED = (list, tuple, dict, set, frozenset)
@@ -193,7 +201,7 @@ class _Reader(pickle.Unpickler):
         last = first + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
         if math.prod(shape) and last >= len(values.values):
             raise ValueError("a tensor that reaches beyond its storage")
-        self.whole.spent.draw("made", 8 * math.prod(shape), self.whole.path)  # strides of 0 make much of little
+        self.whole.take(8 * math.prod(shape))  # strides of 0 make much of little
         itemsize = values.values.itemsize
         view = np.lib.stride_tricks.as_strided(values.values[first:], shape, tuple(step * itemsize for step in steps))
         if values.kind == "BFloat16Storage":  # bf16 is the upper half of fp32

@@ -57,7 +57,7 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _check_header(path: Path) -> dict[str, Any]:
-    size = require_size(path, _LARGEST_FILE)
+    size = require_size(path, _LARGEST_FILE, weights=True)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(_HEADER.bytes, size - 8):

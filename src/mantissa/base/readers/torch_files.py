@@ -20,7 +20,7 @@ def load_torch(path: Path) -> Any:
     """
     import torch
 
-    size = require_size(path, _LARGEST)
+    size = require_size(path, _LARGEST, weights=True)
     require_memory(size, str(path), "free some memory, or load it on a larger machine")
     with path.open("rb") as file:
         zipped = file.read(4) == zips.MAGIC
