@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mantissa.base.errors import say
 from mantissa.cli import Device, Model, progress
+
+if TYPE_CHECKING:
+    from mantissa.model import Tokenizer
+    from mantissa.rollout import NativeEngine
+    from mantissa.rollout.transformers import TransformersEngine
 
 _TEXT_COLUMN = 20  # where the text of a completion begins; its further lines are indented to there
 
@@ -31,42 +36,14 @@ def sample(
     Printed for each: total log-prob under the sampling distribution, why it ended, text.
     """
     progress("loading torch")
-    from mantissa.base.ranks import choose_device
     from mantissa.base.seeds import derive_seed
-    from mantissa.kernels import resolve, rollout_kernels
-    from mantissa.model import policy_weights
-    from mantissa.precision import PrecisionPolicy
-    from mantissa.rl.adapters import open_any, policy_folder
-    from mantissa.rl.exact.plan import prove
-    from mantissa.rollout import NativeEngine, Request, SamplingParams
-    from mantissa.rollout.transformers import TransformersEngine, in_role
+    from mantissa.rollout import Request, SamplingParams
 
-    chosen = choose_device(device)
     progress(f"loading {model}")
-    resolved = resolve(PrecisionPolicy.parse(precision), chosen)
-    role = resolved.rollout
-    policy, tokenizer, refused = open_any(policy_folder(model))
+    engine, tokenizer, notes = _opened(model, precision, device, min(n, 256))
     tokens = tokenizer.encode_prompt([{"role": "user", "content": prompt}] if chat else prompt)
     params = SamplingParams(max_tokens, temperature, top_k, top_p, tokenizer.eos_ids, tuple(stop or ()))
     requests = [Request(tuple(tokens), derive_seed(seed, "sample"), n)]
-    engine: NativeEngine | TransformersEngine
-    if refused:
-        engine = TransformersEngine(in_role(policy, role).to(chosen), decode_text=tokenizer.decode)
-        notes = [f"rollout in {role.name} by transformers' own code: {refused}"]
-    else:
-        prove(resolved, chosen)
-        engine = NativeEngine(
-            policy.config,
-            rollout_kernels(resolved),
-            kv_format=resolved.kv_cache.active,
-            slots=min(n, 256),
-            max_length=policy.config.max_position_embeddings,
-            device=chosen,
-            decode_text=tokenizer.decode,
-        )
-        engine.sync(policy_weights(policy), 0)
-        notes = [f"rollout in {role.name} ({role.backend} kernels): {role.reason}"]
-        notes += [f"weights {policy.config.weights_note}"] if policy.config.weights_note else []
     progress("sampling")
     (group,) = engine.generate(requests, params, 0)
     progress("")
@@ -75,3 +52,38 @@ def sample(
     for completion in group:
         text = tokenizer.decode(completion.tokens).replace("\n", "\n" + " " * _TEXT_COLUMN)
         say(f"{float(completion.logp_T.double().sum()):10.4f}  {completion.finish_reason:6}  {text}")
+
+
+def _opened(
+    model: str, precision: str, device: str, slots: int
+) -> tuple[NativeEngine | TransformersEngine, Tokenizer, list[str]]:
+    """An engine with the model's weights, its tokenizer, and what is to be said of how it computes."""
+    from mantissa.base.ranks import choose_device
+    from mantissa.kernels import resolve, rollout_kernels
+    from mantissa.model import policy_weights
+    from mantissa.precision import PrecisionPolicy
+    from mantissa.rl.adapters import open_any, policy_folder
+    from mantissa.rl.exact.plan import prove
+    from mantissa.rollout import NativeEngine
+    from mantissa.rollout.transformers import TransformersEngine, in_role
+
+    chosen = choose_device(device)
+    resolved = resolve(PrecisionPolicy.parse(precision), chosen)
+    role = resolved.rollout
+    policy, tokenizer, refused = open_any(policy_folder(model))
+    if refused:
+        engine = TransformersEngine(in_role(policy, role).to(chosen), decode_text=tokenizer.decode)
+        return engine, tokenizer, [f"rollout in {role.name} by transformers' own code: {refused}"]
+    prove(resolved, chosen)
+    native = NativeEngine(
+        policy.config,
+        rollout_kernels(resolved),
+        kv_format=resolved.kv_cache.active,
+        slots=slots,
+        max_length=policy.config.max_position_embeddings,
+        device=chosen,
+        decode_text=tokenizer.decode,
+    )
+    native.sync(policy_weights(policy), 0)
+    notes = [f"rollout in {role.name} ({role.backend} kernels): {role.reason}"]
+    return native, tokenizer, notes + ([f"weights {policy.config.weights_note}"] if policy.config.weights_note else [])

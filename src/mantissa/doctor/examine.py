@@ -109,24 +109,10 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
     figures = _figures(evidence.clean)
     size = next(finding for finding in every if finding.name == "too_large")
     large = [each for each in every if each.found and each.name == "too_large"]
-    curve = max((each.share for each in every if each.name in ("temperature", "soft_cap") and each.tested), default=0.0)
-    shapes = [each for each in every if each.found and part(each.name).of == "shape" and curve < CURVE]
-    if _shapeless(evidence, every):
-        shapes = []
     # Remarks, where the whole gap is healthy; a mixture's few tokens may make it somewhat larger.
     most = {each.name: part(each.name).remark * expected.bound for each in every}
     remarks = [name for name in most if not large and most[name] and figures["u_rms"] <= most[name]]
-    named = causes(evidence, [each for each in every if each.name not in remarks])
-    named = [each for each in named if each.name not in without]
-    if named and named[0].name == "some_sequences" and shapes and shapes[0].name == "prompt":
-        named = [named[0].or_else("prompt"), *named[1:]]  # a prompt's fault is of another size in each prompt
-    if shapes and not named:
-        named = [shapes[0] if len(shapes) == 1 else shapes[0].or_else(shapes[1].name)]
-        if named[0].name == "weights" and not _repeats(every):
-            named = [named[0].or_else(*named[0].also, "nondeterministic")]
-        elif len(shapes) == 1 and shapes[0].name == "prompt" and not _no_weights(every):
-            named = [named[0].or_else("weights")]
-    held = judged(evidence, every, named)
+    held = judged(evidence, every, _named(evidence, every, remarks, without))
     named = list(held.named)
     table, fault, why = facts().faults, named[0] if named else None, None
     own = dump.settings.healthy_size is not None
@@ -167,6 +153,25 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
         candidates=tuple(replace(each, rest=None) for each in held.likely),
         remarks=(*_left_out(evidence, causing, figures, expected), *_remarks(every, causing, bool(large))),
     )  # fmt: skip
+
+
+def _named(e: Evidence, every: Sequence[Finding], remarks: Sequence[str], without: Sequence[str]) -> list[Finding]:
+    """Causes, the most fitting first; where there is none, what the gap's shape fits."""
+    curve = max((each.share for each in every if each.name in ("temperature", "soft_cap") and each.tested), default=0.0)
+    shapes = [each for each in every if each.found and part(each.name).of == "shape" and curve < CURVE]
+    if _shapeless(e, every):
+        shapes = []
+    found = causes(e, [each for each in every if each.name not in remarks])
+    named = [each for each in found if each.name not in without]
+    if named and named[0].name == "some_sequences" and shapes and shapes[0].name == "prompt":
+        named = [named[0].or_else("prompt"), *named[1:]]  # a prompt's fault is of another size in each prompt
+    if shapes and not named:
+        named = [shapes[0] if len(shapes) == 1 else shapes[0].or_else(shapes[1].name)]
+        if named[0].name == "weights" and not _repeats(every):
+            named = [named[0].or_else(*named[0].also, "nondeterministic")]
+        elif len(shapes) == 1 and shapes[0].name == "prompt" and not _no_weights(every):
+            named = [named[0].or_else("weights")]
+    return named
 
 
 def _shapeless(e: Evidence, every: Sequence[Finding]) -> bool:

@@ -20,6 +20,7 @@ Legend: B sequences, T positions, E features, N compared tokens, L layers.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -184,20 +185,20 @@ class _Follower:
         return tuple(found)
 
 
-class _Sides:
+class _Sides(ABC):
     """Two ways in which a model is computed: ``sides``, the learner's first, with their kernels."""
 
     def __init__(self, scores: Scores, sides: tuple[Side, Side]) -> None:
         self.scores, self.sides = scores, sides
         self.kernels = tuple(side.kernels(scores.device) for side in sides)
 
+    @abstractmethod
     def steps(self, batch: Batch, side: int) -> Iterator[Callable[[_Stream | None], _Stream]]:
         """The embedding and each layer as functions of the stream before, as ``side`` computes them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def head(self, batch: Batch, side: int, stream: _Stream) -> Array:
         """Log-probs of the compared tokens after a stream, by the final norm and head of ``side``."""
-        raise NotImplementedError
 
 
 class _OfDecoder(_Sides):

@@ -7,6 +7,7 @@ The facts are data (``facts.py``); here is what is done with them. What is verl'
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -48,7 +49,7 @@ class Role:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Answer(ABC):
     """What was found of each setting of precision, and what runs. ``others``: settings about something else."""
 
     settings: tuple[Setting, ...]
@@ -56,9 +57,9 @@ class Answer:
     others: int
 
     @property
+    @abstractmethod
     def text(self) -> str:
         """What ``mantissa check`` prints of it."""
-        raise NotImplementedError
 
     @property
     def wrong(self) -> list[Setting]:

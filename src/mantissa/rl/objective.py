@@ -49,9 +49,11 @@ def terms_of(made: Made) -> list[Term]:
     here the line that says when it is one."""
     algorithm, loss, policy, reference = made.algorithm, made.algorithm.loss, made.model, made.reference
     terms: list[Term] = []
-    if algorithm.critic is not None and isinstance(policy, Decoder):
+    if algorithm.critic is not None:
+        assert isinstance(policy, Decoder)  # the configuration's own check, as of the next
         terms.append(Critic(policy, algorithm.critic, made))
-    if isinstance(loss, FlowRLConfig) and isinstance(policy, Decoder):
+    if isinstance(loss, FlowRLConfig):
+        assert isinstance(policy, Decoder)
         terms.append(Partition(policy, loss, made.seed))
     if isinstance(loss, Selecting):
         terms.append(Selection(loss, made.seed))

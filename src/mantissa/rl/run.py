@@ -212,9 +212,8 @@ def _take(run: Run, checkpoint: Checkpoint) -> None:
     if not kept or not all(number(index, 0, problems - 1, whole=True) for index in kept):
         raise MantissaError(f"checkpoint's kept prompts are not all among the task's {problems}; it is damaged")
     run.position, run.kept = count(position, "checkpoint's position"), list(kept)
-    if later := state.get("ahead"):
-        words = run.parts.model.config.vocab_size
-        run.ahead = unpack(checkpoint.more.get("ahead", {}), later, run.train, run.sampler, words)
+    words, later = run.parts.model.config.vocab_size, state.get("ahead")
+    run.ahead = unpack(checkpoint.more.get("ahead", {}), later, run.train, run.sampler, words) if later else []
     check_tensors(run.learner.trained, checkpoint.policy, "checkpoint")
     if run.exactness is not None and "exact" in state:
         run.exactness.use(state["exact"])

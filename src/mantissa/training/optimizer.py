@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, get_args
 
@@ -337,7 +338,7 @@ class MasterWeights:
         return {name: shard_like(tensors[name].clone(), here) for name, here in self.compensation.items()}
 
 
-class _Bf16(MasterWeights):
+class _Bf16(MasterWeights, ABC):
     """Weights on bf16's grid. ``parameters`` that train are rounded to it once, to nearest, when they come in.
 
     A bf16 number has 8 significant bits, so to nearest every update below |w| / 512 is lost: at a rate of 3e-5 most
@@ -398,9 +399,9 @@ class _Bf16(MasterWeights):
             if flat.data_ptr() != here.data_ptr():
                 here.copy_(flat.view_as(here))
 
+    @abstractmethod
     def _kept(self, name: str, part: slice, old: Tensor, new: Tensor, update: int) -> Tensor:
         """What becomes of a part of a tensor that the optimiser took from ``old`` to ``new``, all fp32."""
-        raise NotImplementedError
 
 
 class _Nearest(_Bf16):
