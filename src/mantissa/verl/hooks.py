@@ -25,6 +25,7 @@ from mantissa.verl.version import plugin_points
 
 Change = Callable[[ModuleType], None]
 _GATE = "mantissa_gate"  # a trainer's attribute
+_QUESTIONS = ("mantissa_weights", "mantissa_write")  # of WeightReader, to vLLM's workers
 _THIS: dict[str, Any] = {}  # of this process: its trainer's gate
 
 
@@ -227,7 +228,7 @@ def _change_vllm_server(module: ModuleType) -> None:
 
     @functools.wraps(call)
     async def answering(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(method, str) and method.startswith("mantissa_"):
+        if method in _QUESTIONS:
             return await self.engine.collective_rpc(method=method, timeout=timeout, args=args, kwargs=kwargs)
         return await call(self, method, timeout=timeout, args=args, kwargs=kwargs)
 
@@ -240,7 +241,7 @@ def _change_vllm_worker(module: ModuleType) -> None:
 
     with plugin_points():
         worker: Any = module.vLLMColocateWorkerExtension
-    for name in ("mantissa_weights", "mantissa_write"):
+    for name in _QUESTIONS:
         setattr(worker, name, vars(WeightReader)[name])
 
 

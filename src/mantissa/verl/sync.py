@@ -6,8 +6,8 @@ learner's ranks say those of their own slices, each rounded as the server has it
 Only tensors whose digests differ travel to the trainer's process.
 
 What goes wrong in a look is said, and ends the looks, not the job. Not read are servers of several workers (tensor
-parallel), SGLang's and TensorRT-LLM's, and learners with adapters or
-whose engine is neither ours nor FSDP2's; ``SyncGate`` says so before the first step.
+parallel), SGLang's and TensorRT-LLM's, and learners with adapters or whose engine is neither ours nor FSDP2's;
+``SyncGate`` says so before the first step.
 """
 
 from __future__ import annotations
@@ -165,9 +165,10 @@ def _new_file(actor: Any) -> str:
 
 def _taken_file(actor: Any, path: str) -> dict[str, Tensor]:
     """What its worker wrote there; the folder is removed."""
-    found = read_tensors(Path(path))
-    shutil.rmtree(Path(path).parent)
-    return found
+    try:
+        return read_tensors(Path(path))
+    finally:
+        shutil.rmtree(Path(path).parent)
 
 
 def _held_by(actor: Any, names: list[str]) -> dict[str, Any] | None:
