@@ -31,7 +31,7 @@ def use_scaled_servers() -> None:
 
 
 def spoil_vllm(fault: str) -> None:
-    """In a learner's process: what goes to verl's vLLM from step 1 on. ``layer``: all but one layer; ``sign``: a layer's
+    """In a learner's process: what goes to verl's vLLM from step 1 on. ``layer``: but one layer; ``sign``: a layer's
     last matrix is negated."""
     from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
