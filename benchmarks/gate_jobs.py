@@ -4,11 +4,14 @@
     python benchmarks/gate_jobs.py sign expert        # these
     python benchmarks/gate_jobs.py --look logprobs    # servers hide their weights: log-probs alone
     python benchmarks/gate_jobs.py vllm-layer ...     # in that of make test-verl-vllm
+    python benchmarks/gate_jobs.py turns long         # faults in turn under gate=warn:1, and 100 healthy steps
     python benchmarks/gate_jobs.py --table            # what results/verl_gate.jsonl holds
 
 A row a job. The policy is of two layers and was first taught sums, so that its distributions are a trained one's; both
 sides compute in fp16. A fault comes with the sync of step 1, after a look at a healthy batch, or is there from the
-start. The other rollout is transformers' generation (tests/support/verl_hf_rollout.py), ours, or verl's own vLLM.
+start. ``turns``: every other step of one job has a fault, the next of ``TURNS``, and each step is looked at by weights
+and by log-probs; ``long``: no step has. The other rollout is transformers' generation
+(tests/support/verl_hf_rollout.py), ours, or verl's own vLLM.
 """
 
 from __future__ import annotations
@@ -44,6 +47,10 @@ LINE = re.compile(r"MantissaError: (mantissa doctor: .*)")
 STEP = re.compile(r"mantissa doctor: (after the sync of )?step (\d+)")
 
 
+TURNS = ("bucket", "sign", "heads", "scaled", "layer", "asleep", "swapped", "stale")
+ROUNDS, LONG = 3, 100  # of all of them; steps of the healthy job
+
+
 class Fault(NamedTuple):
     """``injected``: the step whose weights are the first that are wrong (0: from the start). ``weights``: what the gate
     must say of weights; None where they are right, and log-probs alone can tell."""
@@ -63,7 +70,7 @@ FAULTS = {
     "healthy": Fault("nothing", "", server=" "),
     "healthy-experts": Fault("nothing, a mixture", "", server=" ", family="qwen2_moe", fields=EXPERTS),
     "sign": Fault("one layer's down_proj negated", "scaled: mlp.down_proj.weight of layer 1 (by -1)"),
-    "scaled": Fault("one layer's down_proj times 1.01", "scaled: mlp.down_proj.weight of layer 0 (by 1.01)"),
+    "scaled": Fault("one layer's down_proj times 1.01", "scaled: mlp.down_proj.weight of layer 0 (by 1.0"),
     "expert": Fault("one expert has another's matrix", "mlp.experts.down_proj", family="qwen2_moe", fields=EXPERTS),
     "heads": Fault("a layer's q and k changed places", "those of layers.0.self_attn.", fields=EQUAL),
     "bucket": Fault("a stale bucket: one layer's MLP", "stale: mlp.down_proj.weight of layer 1"),
@@ -173,11 +180,45 @@ def of_job(name: str, look: str, job: Job) -> dict[str, Any]:
     }
 
 
+def of_turns(name: str, folder: Path) -> dict[str, Any]:
+    """The row of a job whose every step is looked at: how often each fault was seen, by weights and by log-probs."""
+    make_inputs(folder)
+    teach(folder / "model", "qwen3", EQUAL, 16)
+    turns = [each for fault in TURNS for each in ("", fault)] if name == "turns" else [""]
+    steps = ROUNDS * len(turns) if name == "turns" else LONG
+    gate = "+trainer.gate=warn:1" if name == "turns" else "+trainer.gate=stop:1"
+    job = run_job(
+        folder, *FSDP, *SIZE, gate, f"{ACTOR}.optim.lr=3e-4", "trainer.save_freq=-1", steps=steps,
+        environment={"MANTISSA_TEST_FAULT": ",".join(turns)}, seconds=1800,
+    )  # fmt: skip
+    lost = {
+        int(step) for step in re.findall(r"mantissa doctor: after the sync of step (\d+), the rollout does", job.log)
+    }
+    seen: dict[str, dict[str, Any]] = {}
+    for step in sorted(job.metrics):
+        of = seen.setdefault(turns[(step - 1) % len(turns)] or "healthy", {"looks": 0, "weights": 0, "logprobs": 0})
+        page = json.loads((folder / "checkpoints" / "doctor" / f"step-{step}" / "doctor.json").read_text())
+        found = bool(job.metrics[step]["mantissa/gate_fault"])
+        of["looks"] += 1
+        of["weights"] += step - 1 in lost
+        of["logprobs"] += found
+        of.setdefault("size_of_u", []).append(page["figures"]["u_rms"])
+        of.setdefault("names", []).append(page["fault"] if found else None)
+    return {
+        "fault": name, "what": "faults in turn" if name == "turns" else "nothing", "look": "both", "seen": seen,
+        "rollout": "transformers", "family": "qwen3", "steps": len(job.metrics), "job_seconds": job.seconds,
+        "sync_seconds": [job.metrics[step]["mantissa/sync_seconds"] for step in sorted(job.metrics)],
+        "step_seconds": [job.metrics[step]["timing_s/step"] for step in sorted(job.metrics)],
+        "requested": "fp16", "active": "fp16",
+    }  # fmt: skip
+
+
 def table() -> str:
     """The newest row of each fault and look, as a table."""
     newest = {}
     for row in map(json.loads, RESULTS.read_text().splitlines()):
         newest[row["fault"], row["look"]] = row
+    counted = [newest.pop((name, "both")) for name in ("turns", "long") if (name, "both") in newest]
     lines = ["| fault | looked at | from step | stopped at | by | said |", "| --- | --- | --- | --- | --- | --- |"]
     for row in newest.values():
         at = (
@@ -195,12 +236,17 @@ def table() -> str:
             said,
         )
         lines.append("| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |")
+    lines += ["", "| in a step | looks | seen by weights | by log-probs | named |", "| --- | --- | --- | --- | --- |"]
+    for fault, seen in (pair for row in counted for pair in row["seen"].items()):
+        names = ", ".join(sorted({str(name) for name in seen["names"] if name}))
+        lines.append(f"| {fault} | {seen['looks']} | {seen['weights']} | {seen['logprobs']} | {names} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("faults", nargs="*", choices=[[], *FAULTS], help="each but vLLM's, unless named")
+    several = ("turns", "long")
+    parser.add_argument("faults", nargs="*", choices=[[], *FAULTS, *several], help="each but vLLM's, unless named")
     parser.add_argument("--look", choices=("weights", "logprobs"), default="weights")
     parser.add_argument("--table", action="store_true", help="print what was recorded, and run nothing")
     parser.add_argument("--dry", action="store_true", help="print rows, and record none")
@@ -210,7 +256,10 @@ def main() -> None:
         return
     for name in given.faults or [each for each in FAULTS if not each.startswith("vllm")]:
         with tempfile.TemporaryDirectory(prefix="gate-jobs-") as folder:
-            row = of_job(name, given.look, run(name, given.look, Path(folder)))
+            place = Path(folder)
+            row = of_turns(name, place) if name in several else of_job(name, given.look, run(name, given.look, place))
+            if not row.get("right", True):
+                print((place / "job.log").read_text()[-6000:], file=sys.stderr, flush=True)
         print(json.dumps(row), flush=True)
         if not given.dry:
             append(RESULTS.name, [{"benchmark": "verl_gate"} | row], "cpu")
