@@ -6,7 +6,7 @@ export, and what was replaced is said: the model and the problems by tiny ones, 
 rollout's engine by Mantissa's, which needs no GPU. An override of the command wins over each of them.
 
 It runs with a Ray of its own, of which nothing is left when ``run_local`` returns. Ray listens on every interface, so
-the job gets a network of its own where the kernel gives one (``mantissa.base.loopback``), and asks for a token in any
+the job gets a network of its own where the kernel gives one (``mantissa.launch.loopback``), and asks for a token in any
 case. Every process carries a tag in its environment, by which it is found and ended, however the job or this command
 ends.
 
@@ -38,7 +38,6 @@ from typing import Any
 
 import numpy as np
 
-from mantissa.base import loopback
 from mantissa.base.errors import MantissaError, RankError, pip_install
 from mantissa.base.files import disk_errors
 from mantissa.base.hub import find_model
@@ -46,6 +45,7 @@ from mantissa.base.readers.json import parse_json
 from mantissa.base.readers.safetensors import read_tensors
 from mantissa.doctor.dump import Scored
 from mantissa.doctor.readers import read_dump
+from mantissa.launch import loopback
 from mantissa.launch.export import Plan, export, hydra_value
 from mantissa.launch.options import load_options
 from mantissa.rl import RunConfig, load_recipe
