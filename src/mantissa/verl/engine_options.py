@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from mantissa.algorithms.losses.flowrl import FlowRLConfig
-from mantissa.base.config import Section
+from mantissa.base.config import Refusals, Section
 from mantissa.base.errors import MantissaError
 from mantissa.precision import PrecisionPolicy
 from mantissa.rl.config.sections import LossScalingConfig
@@ -78,6 +78,16 @@ class EngineOptions(Section):
                 f"{', '.join(sorted(_OF_REFERENCE))}; leave it out"
             )
         return cls(**values)
+
+    def by_transformers(self, policy: PrecisionPolicy, why: str) -> Refusals:
+        """What ends a job whose model runs by transformers' own code; ``why``: what our decoder does not know of it."""
+        given, own = f"{WHERE}.precision", f"the model runs by transformers' own code ({why})"
+        yield self.flowrl is not None, f"{WHERE}.flowrl: {own}, whose hidden states are not told; leave it out"
+        yield policy.logits != "fp32", f"{given}.logits={policy.logits}: {own}, its head too; leave it out"
+        yield policy.kv_cache is not None, f"{given}.kv_cache={policy.kv_cache}: {own}, its cache too; leave it out"
+        yield policy.backend != "auto", f"{given}.backend={policy.backend}: {own}; leave it out"
+        rows = f"{WHERE}.rows={self.rows}: {own}, whose products are proven for any number; leave it out"
+        yield self.rows is not None, rows
 
     def policy(self, dtype: str) -> PrecisionPolicy:
         """The formats of the job's roles. ``dtype``: what verl's key says of the learner, where the options do not."""
