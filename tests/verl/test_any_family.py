@@ -19,7 +19,7 @@ from mantissa.rl.experience import Sequences
 from mantissa.rl.score import forward_transformers
 from mantissa.rl.transformers import as_policy
 from mantissa.rollout.transformers import TransformersPolicy, load_transformers
-from mantissa.verl.engine_options import EngineOptions
+from mantissa.verl.options import EngineOptions
 from mantissa.verl.refusals import refuse
 from mantissa.verl.serving import Answer, Limits, Serving
 from mantissa.verl.wire import TENSOR, Setup

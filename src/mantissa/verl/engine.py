@@ -53,8 +53,8 @@ from mantissa.rollout.transformers import TransformersPolicy, place_transformers
 from mantissa.training import Backward, OptimizerStep, adamw, master_weights, where_nonfinite
 from mantissa.verl.batch import Rows, by_temperature
 from mantissa.verl.checkpoint import Checkpoints
-from mantissa.verl.engine_options import EngineOptions, Schedule
 from mantissa.verl.flowrl import FlowRL
+from mantissa.verl.options import EngineOptions, Schedule
 from mantissa.verl.refusals import (
     get,
     of_batch,

@@ -148,7 +148,7 @@ def refused(value: Value) -> Iterator[Refused]:
 
 def _other_formats(role: str, value: Value) -> Iterator[Refused]:
     """verl's keys of a format that name another than what runs, where the options of a role's engine decide."""
-    from mantissa.verl.engine_options import EngineOptions  # needs torch, and most scripts ask for nothing of ours
+    from mantissa.verl.options import EngineOptions  # needs torch, and most scripts ask for nothing of ours
 
     try:
         options = EngineOptions.of(value(f"{role}.fsdp_config.mixed_precision"), learns=role == "actor")
@@ -212,7 +212,7 @@ def before_workers(config: Any) -> None:
     for role in ("actor", "ref"):
         engine = _word(value(f"{role}.strategy"))
         if engine == "mantissa":
-            from mantissa.verl.engine_options import EngineOptions
+            from mantissa.verl.options import EngineOptions
 
             EngineOptions.of(value(f"{role}.fsdp_config.mixed_precision"), learns=role == "actor")
         elif engine == "mantissa_fsdp2":
