@@ -26,7 +26,7 @@ from mantissa.base.environ import keep_freed_memory
 from mantissa.kernels import resolve
 from mantissa.kernels.cpu import measured, products
 from mantissa.precision import PrecisionPolicy
-from mantissa.rl.adapters import open_policy, policy_folder
+from mantissa.rl.policy import open_policy, policy_folder
 
 POLICIES = {
     "fp32": PrecisionPolicy.parse("fp32"),

@@ -20,7 +20,7 @@ from rows import append
 from mantissa.doctor.dump import Scored, Settings
 from mantissa.doctor.sides import Scores, Side
 from mantissa.doctor.substitution import Substitution, hypotheses, substitute
-from mantissa.rl.adapters import open_policy, policy_folder
+from mantissa.rl.policy import open_policy, policy_folder
 from mantissa.runs.gap_page import COMPLETIONS, ROWS
 
 
