@@ -97,6 +97,7 @@ def test_gpu_exact_runs_in_triton_s_interpreter() -> None:
     if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("Triton kernels without a GPU: make test-triton runs it interpreted")
     import gpu
+
     import triton_interpreter  # which mends it
 
     triton_interpreter.repair()

@@ -27,8 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from mantissa.base.bounds import address_space, boundary
-from mantissa.base.budget import spending
+from mantissa.base.bounds import address_space, boundary, spending
 from mantissa.base.errors import MantissaError, missing
 from mantissa.base.readers.json import parse_json
 from mantissa.tasks.sandbox import jail

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.base.bounds import boundary
-from mantissa.base.digest import Digest
 from mantissa.base.errors import MantissaError
 from mantissa.base.hub import find_model, is_gguf, read_object
 from mantissa.base.readers.safetensors import open_tensors, read_tensors, tensor_shapes
 from mantissa.base.readers.torch_files import read_torch
+from mantissa.base.tensors import Digest
 from mantissa.doctor.served import ServedWeights, is_address
 from mantissa.model.gguf import open_gguf
 from mantissa.model.huggingface import weight_files

@@ -18,11 +18,11 @@ from urllib.parse import urlsplit
 from torch import Tensor
 
 from mantissa.base.bounds import boundary
-from mantissa.base.digest import Digest
 from mantissa.base.errors import MantissaError
 from mantissa.base.http import NOT_FOUND, OK, http_answer, is_this_machine, server_address
 from mantissa.base.readers.json import parse_json
 from mantissa.base.readers.safetensors import open_tensors
+from mantissa.base.tensors import Digest
 from mantissa.rollout.vllm.key import UNAUTHORIZED, known_key
 from mantissa.rollout.vllm.worker import EXTENSION
 
