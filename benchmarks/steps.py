@@ -12,8 +12,7 @@ import torch
 from mantissa.kernels import learner_kernels, probe, resolve
 from mantissa.model.config import ModelConfig
 from mantissa.model.decoder import Decoder
-from mantissa.precision import PrecisionPolicy
-from mantissa.precision.numerics import token_logprob
+from mantissa.precision import PrecisionPolicy, token_logprob
 
 SCALE = 2.0**10  # a static loss scale, so that fp16's gradients are numbers and not zeros
 

@@ -17,7 +17,7 @@ from mantissa.doctor.diagnosis import MEASURED
 from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.examine import examine as diagnose
 from mantissa.doctor.routers import routes
-from mantissa.precision.numerics import token_logprob
+from mantissa.precision import token_logprob
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.experience import Experience, Weighed
 from mantissa.rl.learner import Learner

@@ -14,7 +14,7 @@ import torch
 
 from mantissa.algorithms import aggregation_scale
 from mantissa.base.seeds import stream_slice
-from mantissa.precision.numerics import masked_sum
+from mantissa.precision import masked_sum
 from mantissa.rl.assemble import Parts
 from mantissa.rl.collect.batch import Sampler
 from mantissa.rl.config.sections import WarmStartConfig

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mantissa.algorithms.losses.base import Around, TokenLoss, clipped_surrogate
 from mantissa.base.config import Refusals
-from mantissa.precision.numerics import masked_sum
+from mantissa.precision import masked_sum
 
 
 class GSPOConfig(TokenLoss):

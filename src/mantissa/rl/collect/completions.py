@@ -19,9 +19,9 @@ from torch import Tensor
 from mantissa.base.bounds import number
 from mantissa.rl.experience import routes_of
 from mantissa.rollout import Completion
-from mantissa.rollout.most_probable import MostProbable
-from mantissa.rollout.sampling import FinishReason, most_probable, supports
-from mantissa.rollout.support import Support
+from mantissa.rollout.engine import most_probable, supports
+from mantissa.rollout.sampling import FinishReason
+from mantissa.rollout.support import MostProbable, Support
 
 _ROUTES = {"experts": torch.int16, "expert_weights": torch.float32}
 

@@ -38,7 +38,8 @@ from mantissa.rl.learner import Learner
 from mantissa.rl.probes import Metrics, Probe, SampleAgain
 from mantissa.rl.score import OnTokenLogits, ReferencePolicy
 from mantissa.rollout import Call, NativeEngine, Request
-from mantissa.rollout.sampling import drawn_otherwise, uniforms
+from mantissa.rollout.engine import drawn_otherwise
+from mantissa.rollout.sampling import uniforms
 from mantissa.rollout.transformers import PolicyEngine
 
 

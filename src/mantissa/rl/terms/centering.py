@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mantissa.algorithms import Accumulator, CorrectionConfig, centre
-from mantissa.precision.numerics import masked_sum
+from mantissa.precision import masked_sum
 from mantissa.rl.experience import Weighed
 from mantissa.rl.score import OfLogits
 from mantissa.rl.terms.base import Micro, Tallies, Term

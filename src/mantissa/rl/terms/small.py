@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mantissa.algorithms import Accumulator, EntropyConfig, Selecting
 from mantissa.base.seeds import generator
-from mantissa.precision.numerics import masked_sum
+from mantissa.precision import masked_sum
 from mantissa.rl.experience import Weighed
 from mantissa.rl.terms.base import Micro, Tallies, Term
 
