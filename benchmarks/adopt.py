@@ -167,7 +167,7 @@ def _generate(model: Any, tokens: Tensor, new: int) -> None:
 PARTS: dict[str, Callable[[Any, Tensor, int], None]] = {"forward": _forward, "step": _step, "generate": _generate}
 
 
-@case("adopt", hidden=64, rounds=1, rows=1, length=24, new=2)
+@case("adopt", hidden=64, rounds=1, rows=1, length=24, new=2, precisions=("fp32",))
 def adopt_cost(
     model: str = "", family: str = "llama", hidden: int = 512, rounds: int = 5, rows: int = 4, length: int = 256,
     new: int = 32, precisions: Sequence[str] = ("fp32", "bf16"), threads: int = 2, device: str = "cpu",

@@ -5,7 +5,6 @@
     python benchmarks/gate_jobs.py --look logprobs    # servers hide their weights: log-probs alone
     python benchmarks/gate_jobs.py vllm-layer ...     # in that of make test-verl-vllm
     python benchmarks/gate_jobs.py turns long         # faults in turn under gate=warn:1, and 100 healthy steps
-    python benchmarks/gate_jobs.py --table            # what results/verl_gate.jsonl holds
 
 A row a job. The policy is of two layers and was first taught sums, so that its distributions are a trained one's; both
 sides compute in fp16. A fault comes with the sync of step 1, after a look at a healthy batch, or is there from the
@@ -33,7 +32,6 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from verl_job import ACTOR, MODEL, ROLLOUT, VLLM, Job, make_inputs, run_job
 
-RESULTS = ROOT / "results" / "verl_gate.jsonl"
 FREE = f"{ACTOR}.fsdp_config.mixed_precision"
 SIZE = ("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16", f"{ROLLOUT}.temperature=0.7")
 FSDP = (f"{ACTOR}.strategy=mantissa_fsdp2", f"{FREE}.param_dtype=fp16", f"{ROLLOUT}.dtype=float16")
@@ -149,6 +147,8 @@ def of_job(name: str, look: str, job: Job) -> dict[str, Any]:
     """The row of a job: at which step it was stopped, by what, in which words."""
     fault = FAULTS[name]
     lines = LINE.findall(job.log)
+    if job.code and not lines:
+        raise SystemExit(f"{name}: the job ended by something else than the gate\n{job.log[-6000:]}")
     said = lines[0].partition(". Page: ")[0].partition(". trainer.gate=warn")[0] if lines else ""
     where = STEP.match(said)
     pages = sorted((job.folder / "checkpoints" / "doctor").glob("step-*/doctor.json"))
@@ -213,47 +213,13 @@ def of_turns(name: str, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def table() -> str:
-    """The newest row of each fault and look, as a table."""
-    newest = {}
-    for row in map(json.loads, RESULTS.read_text().splitlines()):
-        newest[row["fault"], row["look"]] = row
-    counted = [newest.pop((name, "both")) for name in ("turns", "long") if (name, "both") in newest]
-    lines = ["| fault | looked at | from step | stopped at | by | said |", "| --- | --- | --- | --- | --- | --- |"]
-    for row in newest.values():
-        at = (
-            "not stopped"
-            if row["seen"] is None
-            else f"{'sync of ' if row['by'] == 'weights' else ''}step {row['seen']}"
-        )
-        said = row["said"].partition(": ")[2] or ", ".join(row["verdicts"])
-        cells = (
-            row["what"],
-            row["look"],
-            "" if row["injected"] is None else row["injected"],
-            at,
-            row["by"] or "",
-            said,
-        )
-        lines.append("| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |")
-    lines += ["", "| in a step | looks | seen by weights | by log-probs | named |", "| --- | --- | --- | --- | --- |"]
-    for fault, seen in (pair for row in counted for pair in row["seen"].items()):
-        names = ", ".join(sorted({str(name) for name in seen["names"] if name}))
-        lines.append(f"| {fault} | {seen['looks']} | {seen['weights']} | {seen['logprobs']} | {names} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     several = ("turns", "long")
     parser.add_argument("faults", nargs="*", choices=[[], *FAULTS, *several], help="each but vLLM's, unless named")
     parser.add_argument("--look", choices=("weights", "logprobs"), default="weights")
-    parser.add_argument("--table", action="store_true", help="print what was recorded, and run nothing")
     parser.add_argument("--dry", action="store_true", help="print rows, and record none")
     given = parser.parse_args()
-    if given.table:
-        print(table())
-        return
     for name in given.faults or [each for each in FAULTS if not each.startswith("vllm")]:
         with tempfile.TemporaryDirectory(prefix="gate-jobs-") as folder:
             place = Path(folder)
@@ -262,7 +228,7 @@ def main() -> None:
                 print((place / "job.log").read_text()[-6000:], file=sys.stderr, flush=True)
         print(json.dumps(row), flush=True)
         if not given.dry:
-            append(RESULTS.name, [{"benchmark": "verl_gate"} | row], "cpu")
+            append("verl_gate.jsonl", [{"benchmark": "verl_gate"} | row], "cpu")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from mantissa.rl.ahead import pack, unpack
 from mantissa.rl.assemble import Parts
 from mantissa.rl.batch import Batch
 from mantissa.rl.experience import Scored
-from mantissa.rollout.most_probable import MostProbable
+from mantissa.rollout.support import MostProbable
 from mantissa.runs.directory import RunDirectory
 from small_run import configure
 

@@ -40,8 +40,7 @@ from mantissa.rl.batch import (
 from mantissa.rl.config.sections import DynamicConfig, OverlongConfig, RolloutConfig
 from mantissa.rl.experience import Experience
 from mantissa.rollout import Completion, NativeEngine, SamplingParams
-from mantissa.rollout.most_probable import MostProbable
-from mantissa.rollout.support import Support, encode
+from mantissa.rollout.support import MostProbable, Support, encode
 from mantissa.runs.directory import RunDirectory
 from mantissa.tasks import Grader, Message, Problem, Reward
 from mantissa.training import load_checkpoint

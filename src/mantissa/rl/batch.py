@@ -43,9 +43,9 @@ from mantissa.model import Tokenizer
 from mantissa.rl.config.sections import DynamicConfig, OverlongConfig, RolloutConfig
 from mantissa.rl.experience import Experience, routes_of
 from mantissa.rollout import Completion, Request, RolloutEngine, SamplingParams
-from mantissa.rollout.most_probable import MostProbable
-from mantissa.rollout.sampling import FinishReason, most_probable, supports
-from mantissa.rollout.support import Support
+from mantissa.rollout.engine import most_probable, supports
+from mantissa.rollout.sampling import FinishReason
+from mantissa.rollout.support import MostProbable, Support
 from mantissa.runs.catalogue import REWARD_PART
 from mantissa.tasks import Grader, Problem, Reward
 

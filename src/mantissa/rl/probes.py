@@ -24,7 +24,7 @@ from mantissa.doctor.routers import routes
 from mantissa.kernels import WAYS, ExactPlan, Planned, Way
 from mantissa.mismatch.metrics import engine_share
 from mantissa.model import Decoder
-from mantissa.precision.numerics import token_logprob
+from mantissa.precision import token_logprob
 from mantissa.rl.assemble import ExactTwin
 from mantissa.rl.batch import Sampler
 from mantissa.rl.config.run import RunConfig
@@ -33,8 +33,8 @@ from mantissa.rl.learner import Learner
 from mantissa.rl.replay import Case, examine, unequal, write_case
 from mantissa.rl.score import OnTokenLogits, ReferencePolicy, Scorer
 from mantissa.rollout import Call, NativeEngine, Request
-from mantissa.rollout.engine import CopyingEngine
-from mantissa.rollout.sampling import drawn_otherwise, uniforms
+from mantissa.rollout.engine import CopyingEngine, drawn_otherwise
+from mantissa.rollout.sampling import uniforms
 from mantissa.rollout.support import Support
 from mantissa.rollout.transformers import PolicyEngine
 from mantissa.runs.directory import RunDirectory

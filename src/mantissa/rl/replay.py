@@ -47,8 +47,8 @@ from mantissa.rl.assemble import exact_plan
 from mantissa.rl.experience import Sequences
 from mantissa.rl.score import Packed, forward
 from mantissa.rollout import Call, NativeEngine, Request, SamplingParams
-from mantissa.rollout.engine import check_requests
-from mantissa.rollout.sampling import drawn_otherwise, sample, uniforms
+from mantissa.rollout.engine import check_requests, drawn_otherwise
+from mantissa.rollout.sampling import sample, uniforms
 from mantissa.rollout.support import Support
 
 _VERSION = 2

@@ -41,7 +41,7 @@ from mantissa.guard.watch import fall_back_of
 from mantissa.kernels import resolve
 from mantissa.kernels.cpu import CpuProducts
 from mantissa.mismatch.usual import Usual
-from mantissa.precision.numerics import masked_sum
+from mantissa.precision import masked_sum
 from mantissa.rl.ahead import AsyncSource
 from mantissa.rl.assemble import Parts, assemble
 from mantissa.rl.batch import Collector, Sampler, SyncSource, success_rates

@@ -28,7 +28,7 @@ from mantissa.algorithms.correction import CorrectionConfig
 from mantissa.algorithms.reference import KLConfig, ReferenceConfig
 from mantissa.base.config import Config, Refusals
 from mantissa.base.errors import MantissaError
-from mantissa.precision.numerics import LOG_RATIO_BOUND, kl_estimate, masked_sum
+from mantissa.precision import LOG_RATIO_BOUND, kl_estimate, masked_sum
 
 
 class Around(Protocol):

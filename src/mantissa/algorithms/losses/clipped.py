@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mantissa.algorithms.losses.base import Around, TokenLoss, bounded_ratio, clipped_surrogate
 from mantissa.base.config import Refusals
-from mantissa.precision.numerics import masked_sum
+from mantissa.precision import masked_sum
 
 
 class DAPOConfig(TokenLoss):

@@ -1,9 +1,10 @@
 """Grading with a guard: a verifier that raises, hangs or kills its process costs one sample its reward, never the run.
 
-Verifiers that can hang run in worker processes that start on first use and serve until ``close``; a worker that dies or exceeds the time limit is replaced, and the sample it held gets the verifier's
-``failure`` with ``Reward.error`` set. A verifier that grades several samples in a call gets them in batches, cut at the
-same places whatever the workers' speed; the samples of a batch that is lost are graded again one by one, so that only
-the one to blame pays. Rewards come back in the order asked for and do not depend on which worker gave them.
+Verifiers that can hang run in worker processes that start on first use and serve until ``close``; a worker that dies or
+exceeds the time limit is replaced, and the sample it held gets the verifier's ``failure`` with ``Reward.error`` set. A
+verifier that grades several samples in a call gets them in batches, cut at the same places whatever the workers' speed;
+the samples of a batch that is lost are graded again one by one, so that only the one to blame pays. Rewards come back
+in the order asked for and do not depend on which worker gave them.
 
 A worker is a fresh interpreter (not a fork: forking a process that has CUDA or threads is unsafe) which imports this
 package and the verifier's module, not the caller's ``__main__``: so a script needs no main guard, and a worker costs a
