@@ -33,7 +33,7 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 
 from mantissa.base.errors import MantissaError, say
-from mantissa.tasks.sandbox.run import cause_of_death
+from mantissa.base.readers.child import cause_of_death
 from mantissa.tasks.types import Problem, Reward, Verifier, describe
 
 STARTUP_LIMIT_S = 120.0  # imports on a loaded machine; not the sample's time
