@@ -28,8 +28,7 @@ from mantissa.rollout import NativeEngine
 from mantissa.rollout.sampling import Request
 from mantissa.verl import refusals
 from mantissa.verl.batch import Rows, by_temperature
-from mantissa.verl.engine_options import EngineOptions
-from mantissa.verl.schedule import Schedule
+from mantissa.verl.engine_options import EngineOptions, Schedule
 from mantissa.verl.serving import Answer, Limits, Serving, sampling
 from mantissa.verl.wire import TENSOR, Setup
 

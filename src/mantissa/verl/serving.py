@@ -5,7 +5,7 @@ the next one. What a request gets depends on its prompt, its parameters and its 
 kernels) not on its company, so turns are a matter of speed.
 
 The key is made of the job's seed, what the agent loop says of the request (``seed`` among its parameters: a function
-of step, prompt and sample; ``agents.py``) and the prompt's tokens. So a job that is run again, or resumed, samples the
+of step, prompt and sample; ``rollout.py``) and the prompt's tokens. So a job that is run again, or resumed, samples the
 same whatever the order of arrival. A request of another agent loop has no ``seed``: it is then keyed by how many with
 the same prompt came before it, which only repeats where they arrive alike.
 """
