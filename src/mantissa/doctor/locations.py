@@ -12,7 +12,7 @@ from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence, Test, claimed, few, found_as, times_as, untested
 from mantissa.doctor.sample import SIDES, Array, detectable_beyond, different, rms_ratio, sums_by, tested
 from mantissa.doctor.thresholds import CERTAIN, FAR, FEWEST, LEVEL, MATTERS, OWN, POWER, of
-from mantissa.doctor.values import unscored
+from mantissa.doctor.values import line, unscored
 
 
 def edge(name: str, place: str) -> Test:
@@ -236,9 +236,42 @@ def padding(e: Evidence, tests: int) -> Finding:
 
 
 def repetition(e: Evidence, tests: int) -> Finding:
-    """Tokens that stood in the sequence before are less likely on one side, all others a little more likely."""
-    t, b = e.clean, of("repetition")
-    seen, keep = _repeated(e.texts, e.begins)[e.places], e.telling
+    """Tokens that stood in the sequence before are less likely on one side, all others a little more likely.
+
+    A repetition penalty is of the whole sequence; presence and frequency penalties are of the response alone, and the
+    last one grows with how often the token stood there.
+    """
+    lengths = np.array([len(each.mask) for each in e.dump.sequences], dtype=np.int64)
+    begins = lengths.cumsum() - lengths
+    responses = np.concatenate([each.tokens[each.prompt_length :] for each in e.dump.sequences])
+    count = _stood(responses, begins)[begins[e.clean.sequence] + e.clean.position]
+    found = _penalty(e, _stood(e.texts, e.begins)[e.places] > 0, tests)
+    for other in (_penalty(e, count > 0, tests), _frequency(e, count, tests)):
+        found = other if other.tested and (not found.tested or other.p < min(found.p, LEVEL)) else found
+    return found
+
+
+def _frequency(e: Evidence, count: Array, tests: int) -> Finding:
+    """d = log Z - lambda c of a token that stood c times in its response: a line in c beside the mean at each place,
+    which Z grows with. H0: it explains a fifth of what is left of d."""
+    t, b, keep = e.clean, of("repetition"), e.telling
+    if different(t.unit[keep & (count > 0)]) < FEWEST or (keep & (count > 1)).sum() < b.fewest:
+        return untested("repetition", "too few tokens had stood in their response twice")
+    c, means = count.astype(float), list[Array]()
+    here = np.bincount(t.position[keep], minlength=int(t.position.max()) + 1)
+    for values in (c, t.d):
+        means.append((np.bincount(t.position[keep], values[keep], len(here)) / np.maximum(here, 1))[t.position])
+    c, d = c - means[0], t.d - means[1]
+    sums, slope, explained = line(t.unit[keep], d[keep], c[keep])
+    found, by = tested(sums, explained, b.line, tests), float(slope(sums.sum(0)))
+    said = f"d changes by {by:+.2g} nats with each time that a token stood in its response before"
+    return found_as("repetition", found, "of d on a line", said, also=e.too_large(t.where(count > 0), tests).p,
+                    rest=np.where(keep, d - by * c, t.d))  # fmt: skip
+
+
+def _penalty(e: Evidence, seen: Array, tests: int) -> Finding:
+    """As ``repetition``, of tokens that were ``seen`` before, bool [N]."""
+    t, b, keep = e.clean, of("repetition"), e.telling
     s, d, u = seen[keep], t.d[keep], t.u[keep]
     if min(different(t.unit[keep][s]), different(t.unit[keep][~s])) < FEWEST or s.sum() < b.fewest:
         return untested("repetition", "too few tokens had stood in their sequence before")
@@ -264,12 +297,11 @@ def repetition(e: Evidence, tests: int) -> Finding:
                     holds=size > 0 and min(signs) > b.signs, detectable=b.lean, rest=rest)  # fmt: skip
 
 
-def _repeated(tokens: Array, begins: Array) -> Array:
-    """bool, for each token: whether it stood in its sequence before. Sequences lie one after another from ``begins``.
-
-    Of (sequence, token, place) in one whole number each, sorted, the first of each sequence and token is new.
+def _stood(tokens: Array, begins: Array) -> Array:
+    """int64, for each token: how often it stood in its sequence before. Sequences lie one after another from
+    ``begins``. Of (sequence, token, place) in one whole number each, sorted, those of one token are neighbours.
     """
-    seen = np.ones(len(tokens), dtype=bool)
+    stood = np.zeros(len(tokens), dtype=np.int64)
     ends = np.append(begins[1:], len(tokens))
     place_bits, token_bits = (int(most).bit_length() for most in (len(tokens), tokens.max(initial=0)))
     most = 1 << max(0, 63 - place_bits - token_bits)  # sequences whose numbers still fit
@@ -278,9 +310,9 @@ def _repeated(tokens: Array, begins: Array) -> Array:
         number = np.repeat(np.arange(len(begins[first : first + most])), (ends - begins)[first : first + most])
         key = (number << token_bits | tokens[start:end]) << place_bits | np.arange(end - start)
         key.sort()
-        new = np.diff(key >> place_bits, prepend=-1) != 0
-        seen[start + (key[new] & ((1 << place_bits) - 1))] = False
-    return seen
+        new, at = np.diff(key >> place_bits, prepend=-1) != 0, np.arange(end - start)
+        stood[start + (key & ((1 << place_bits) - 1))] = at - np.maximum.accumulate(np.where(new, at, 0))
+    return stood
 
 
 def position(e: Evidence, tests: int) -> Finding:

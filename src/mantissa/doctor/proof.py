@@ -24,6 +24,7 @@ import numpy as np
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.facts import part
+from mantissa.doctor.fields import one_loss
 from mantissa.doctor.rules import one_sided
 from mantissa.doctor.thresholds import (
     ALONE,
@@ -32,12 +33,14 @@ from mantissa.doctor.thresholds import (
     AS_MUCH,
     BY_LENGTH,
     BY_SIGN,
+    ENOUGH,
     FIRST_ONES,
     IN_CONTEXT,
     MOST_OF_IT,
     NEAR,
     RELATED,
     SAME_ODDS,
+    STRANGERS,
     SURELY_LAW,
     VAGUE,
     ZEROS,
@@ -62,7 +65,17 @@ def judged(e: Evidence, every: Sequence[Finding], named: Sequence[Finding]) -> J
     if why := _doubt(e, every, named):
         return Judged(likely=_likely(every, named), why=why)
     proven = [named[0], *(each for each in named[1:] if not _doubt(e, every, [each]))]
+    if why := _too_little(named, proven):
+        return Judged(likely=_likely(every, named), why=why)
     return Judged(tuple(each.or_else(*each.also, *_rivals(e, every, each)) for each in proven))
+
+
+def _too_little(named: Sequence[Finding], proven: Sequence[Finding]) -> str:
+    """Two were to explain the gap together; where one of them is not proven, the other has to explain most of it."""
+    first = proven[0]
+    if len(proven) == len(named) or first.exact or first.share >= ENOUGH:
+        return ""
+    return f"{1 - first.share:.0%} of the squared gap is of something else, which is not known"
 
 
 def _likely(every: Sequence[Finding], named: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -104,8 +117,10 @@ def _consequence(e: Evidence, every: Sequence[Finding], named: Sequence[Finding]
 
 
 def _support(e: Evidence, found: Finding) -> str:
-    """Words that are ruled out move all words of a context alike. Where no two are known, no curve in the log-prob may
-    do as well, for it is free of the context."""
+    """Words that are ruled out move all words of a context alike, and are others in each. Where no two words of one are
+    known, no curve in the log-prob may do as well, for it is free of the context."""
+    if one_loss(e):
+        return "tokens that are certain lose one and the same share in all contexts, which words ruled out do not make"
     pairs = Pairs(e)
     if pairs.enough:
         d = pairs.dy - pairs.dx
@@ -172,13 +187,18 @@ def _min_tokens(e: Evidence, found: Finding) -> str:
     return "the first of these tokens agree" if late else ""
 
 
+def _unrelated(e: Evidence, found: Finding) -> str:
+    """Other tokens, rows or texts have little more in common than how frequent words are."""
+    return "they still go together too much to be of other tokens" if found.effect > STRANGERS else ""
+
+
 def _single(e: Evidence, found: Finding) -> str:
     return "nothing says what is special about these tokens"
 
 
 _NEEDS: dict[str, Callable[[Evidence, Finding], str]] = {
     "support": _support, "logit_bias": _logit_bias, "soft_cap": _soft_cap, "padding": _padding,
-    "min_tokens": _min_tokens, "single_tokens": _single,
+    "min_tokens": _min_tokens, "single_tokens": _single, "unrelated": _unrelated,
 }  # fmt: skip
 
 
@@ -201,6 +221,8 @@ def _rivals(e: Evidence, every: Sequence[Finding], first: Finding) -> list[str]:
     missing = any(found[name].found and found[name].exact for name in ("unscored", "end_token", "nonfinite"))
     if missing and first.name in ANYWHERE:
         names.append("moved_from")  # a list that lacks a value, or a text that was encoded again
+    if first.name in ANYWHERE and found["repetition"].found:
+        names.append("repetition")  # what is of the words before has none at the beginning
     places = (each for each in every if part(each.name).of == "place" and each.name not in VAGUE)
     near = [each for each in places if each.found or each.name == "capacity"]
     names += [each.name for each in near if each.share >= first.share - AS_MUCH / 2]

@@ -62,10 +62,13 @@ IN_CONTEXT = (
     5.0  # standard errors, of how words of one context move with their log-prob: laws have up to 2.2 (one of 4)
 )
 SAME_ODDS = 0.25  # of the median change of a word's odds, the quartiles' distance: six biased words have up to 0.21
+FEWEST_CERTAIN = 20  # tokens, whose differences are
+ONE_NUMBER = 0.25  # of their median, the quartiles' distance: a smoothed loss has 0.1, laws that cut have 1 and more
 APART = 4.0  # times: the padded prompts' sizes over the longest's
 BY_LENGTH = 0.4  # rank correlation of sequences' sizes with their prompts' lengths
 FIRST_ONES = 0.75  # of the tokens at whose beginning an end is ruled out: half of those that differ lie before
 ZEROS = 0.95  # of the tokens beyond the usual, exactly 0 on one side: cut laws have up to 0.87
+STRANGERS = 0.2  # rank correlation of both sides' log-probs: of other tokens up to 0.16, of a broken model 0.28
 RELATED = 0.5  # correlation of both sides' log-probs: dropout leaves 0.7
 VAGUE = ("position", "single_tokens", "experts")  # places that are no rival: they are there beside others
 ANYWHERE = ("mid_sequence", "some_sequences", "position", "onset")  # what tokens that are one place apart look like
