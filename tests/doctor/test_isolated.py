@@ -13,9 +13,8 @@ import pytest
 import dumps
 from hostile import attempt
 from mantissa.base.errors import MantissaError
-from mantissa.doctor.confined import ARRAYS, packed
 from mantissa.doctor.dump import Dump, Scored
-from mantissa.doctor.isolated import LIMITS, Reading, unpacked
+from mantissa.doctor.isolated import ARRAYS, LIMITS, Reading, packed, unpacked
 from mantissa.doctor.readers import read_dump
 from mantissa.tasks.sandbox.jail import filter_program
 

@@ -14,8 +14,8 @@ import numpy as np
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.dump import Dump, Scored
 from mantissa.doctor.evidence import Evidence, few
+from mantissa.doctor.facts import CERTAIN, ENOUGH, FAR, FEWEST, FEWEST_CERTAIN, LONG, ONE_NUMBER, SAME, TWICE, of
 from mantissa.doctor.sample import SIDES, Array, Tokens, different, tested
-from mantissa.doctor.thresholds import CERTAIN, ENOUGH, FAR, FEWEST, FEWEST_CERTAIN, LONG, ONE_NUMBER, SAME, TWICE, of
 from mantissa.doctor.values import line
 
 
