@@ -125,13 +125,13 @@ bench-here: $(STAMP)
 # What bf16, int8 and mxfp8 gain on this processor, as rows.
 bench-native: $(STAMP)
 	$(BIN)/mantissa precision bf16
-	$(BIN)/python benchmarks/simulated_step.py --threads 1
-	$(BIN)/python benchmarks/native_bf16.py
-	$(BIN)/python benchmarks/native_beside.py $(if $(wildcard .venv-vllm/.installed),--vllm .venv-vllm/bin/python)
-	$(BIN)/python benchmarks/native_limit.py
+	$(BIN)/python benchmarks/run.py simulated_step --threads 1
+	$(BIN)/python benchmarks/run.py native_bf16
+	$(BIN)/python benchmarks/run.py native_beside $(if $(wildcard .venv-vllm/.installed),--vllm .venv-vllm/bin/python)
+	$(BIN)/python benchmarks/run.py native_limit
 
 bench-trl: $(STAMP) $(TRL_VENV)/.installed
-	$(BIN)/python benchmarks/rl_step_vs_trl.py
+	$(BIN)/python benchmarks/run.py rl_step
 
 # verl and Ray in an environment of their own, one for each version: make test-verl VERL=0.8.0. Torch first, so that no
 # CUDA build comes with it; then one step at a time, since pip searches long for all of it at once. The last is what

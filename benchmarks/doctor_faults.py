@@ -21,8 +21,8 @@ from torch import Tensor
 from mantissa.doctor.dump import Scored
 from mantissa.kernels.simulated import SimulatedKernels
 from mantissa.model import Decoder
+from mantissa.precision import token_logprob
 from mantissa.precision.formats import BF16, E4M3, FP16, FP32, NumberFormat, round_to_format
-from mantissa.precision.numerics import token_logprob
 from mantissa.rl.experience import Sequences
 from mantissa.rl.score import forward, score
 from mantissa.rollout import NativeEngine, Request, SamplingParams

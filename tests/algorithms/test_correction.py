@@ -23,7 +23,7 @@ from mantissa.algorithms import (
 )
 from mantissa.algorithms.correction import RejectUnit
 from mantissa.base.errors import MantissaError
-from mantissa.precision.numerics import KLEstimator
+from mantissa.precision import KLEstimator
 
 INF, NAN = float("inf"), float("nan")
 

@@ -31,7 +31,7 @@ from mantissa.algorithms import (
     merge,
     values,
 )
-from mantissa.precision.numerics import token_logprob
+from mantissa.precision import token_logprob
 
 B, T, V, GROUPS = 9, 6, 5, 3
 AGGREGATIONS = (("token_mean", None), ("seq_mean_token_mean", None), ("seq_mean_token_sum_norm", float(T)))

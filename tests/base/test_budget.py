@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hostile import attempt
-from mantissa.base.budget import Budget, budget, call, memory, require_size, spending
+from mantissa.base.bounds import Budget, budget, call, memory, require_size, spending
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers import readers
 from mantissa.cli import app
@@ -64,7 +64,7 @@ def test_a_large_file_brings_no_more_than_its_ceiling_and_weights_draw_nothing(t
 
 def test_a_machine_without_memory_left_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").touch()
-    monkeypatch.setattr("mantissa.base.budget.available_memory", lambda: 1000)
+    monkeypatch.setattr("mantissa.base.bounds.available_memory", lambda: 1000)
     with pytest.raises(MantissaError, match="only 1,000 bytes of memory are left"):
         require_size(tmp_path / "a", 10)
     spent = Budget(made=1 << 40)
@@ -118,7 +118,7 @@ def test_a_command_of_the_command_line_has_one(monkeypatch: pytest.MonkeyPatch, 
     """``mantissa check`` of more files than a command may read, each a command's for the asking."""
     (tmp_path / "a.yaml").write_text("trainer:\n  a: 1\n")
     (tmp_path / "b.yaml").write_text("trainer:\n  b: 1\n")
-    monkeypatch.setattr("mantissa.base.budget.Budget", lambda **more: Budget(**{"files": 1} | more))
+    monkeypatch.setattr("mantissa.base.bounds.Budget", lambda **more: Budget(**{"files": 1} | more))
     one, both = (CliRunner().invoke(app, ["check", *map(str, paths)]) for paths in (
         [tmp_path / "a.yaml"], [tmp_path / "a.yaml", tmp_path / "b.yaml"]))  # fmt: skip
     assert "more than 1 files" not in str(one.exception)

@@ -27,7 +27,7 @@ from test_readers import GENERATORS, SLOW, damaged
 
 from gguf_files import gguf_decoder, write_gguf
 from hostile import attempt
-from mantissa.base.budget import spending
+from mantissa.base.bounds import spending
 from mantissa.base.readers import readers
 from mantissa.launch.settings import read_settings
 from mantissa.model import byte_tokenizer, load_model

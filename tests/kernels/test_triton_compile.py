@@ -36,11 +36,11 @@ def angles(rows: int) -> torch.Tensor:
 
 
 def seen(kernels: ExactGpuKernels, rows: int, cap: float = 0.0, sinks: bool = False) -> torch.Tensor:
-    from mantissa.kernels.triton.seen import attention
+    from mantissa.kernels.triton.attention import masked_attention
 
     mask, sink = torch.ones(2, 1, rows, rows, dtype=torch.bool), torch.zeros(8) if sinks else None
     q, k, v = tensor(kernels, 2, 8, rows, 128), tensor(kernels, 2, 2, rows, 128), tensor(kernels, 2, 2, rows, 128)
-    return attention(q, k, v, mask, torch.zeros(2, dtype=torch.int32), 0.1, cap, sink)
+    return masked_attention(q, k, v, mask, torch.zeros(2, dtype=torch.int32), 0.1, cap, sink)
 
 
 def sums(kernels: ExactGpuKernels, rows: int) -> torch.Tensor:

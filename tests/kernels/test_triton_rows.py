@@ -14,8 +14,7 @@ pytest.importorskip("triton")
 
 from mantissa.kernels import NativeKernels
 from mantissa.kernels.simulated import rotate_fp32
-from mantissa.precision import BF16, FP16, FP32, NumberFormat
-from mantissa.precision.numerics import token_logprob
+from mantissa.precision import BF16, FP16, FP32, NumberFormat, token_logprob
 from triton_interpreter import DEVICE, needs_a_device
 
 pytestmark = needs_a_device

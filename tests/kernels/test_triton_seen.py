@@ -23,10 +23,10 @@ KINDS = ["causal", "window", "sinks", "cap", "a mask for each head"]
 
 
 def attention(q, k, v, seen, first, scale=0.3, cap=0.0, sinks=None) -> Tensor:
-    from mantissa.kernels.triton import seen as kernel
+    from mantissa.kernels.triton.attention import masked_attention
 
     given = [None if x is None else x.to(DEVICE) for x in (q, k, v, seen, torch.tensor(first))]
-    return kernel.attention(*given, scale, cap, None if sinks is None else sinks.to(DEVICE)).cpu()
+    return masked_attention(*given, scale, cap, None if sinks is None else sinks.to(DEVICE)).cpu()
 
 
 def drawn(fmt: NumberFormat, shape: tuple[int, ...], length: int, rows: int = 2) -> tuple[Tensor, ...]:

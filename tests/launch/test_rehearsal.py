@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from mantissa.base import loopback
 from mantissa.base.errors import MantissaError, RankError
-from mantissa.launch import Plan, launch_file, load_options
+from mantissa.launch import Plan, launch_file, load_options, loopback
 from mantissa.launch.export import export
 from mantissa.launch.facts import short
 from mantissa.launch.rehearsal import (

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from mantissa.base.errors import RankError
 from mantissa.doctor.dump import Scored
 from mantissa.doctor.record import ScoredBatch, write_batch
-from mantissa.launch.rehearsal import write_policy
-from mantissa.launch.rehearsed import _score, learned_lines, policy_of
+from mantissa.launch.rehearsal import _score, learned_lines, policy_of, write_policy
 
 
 @pytest.fixture(scope="module")

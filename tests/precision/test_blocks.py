@@ -30,7 +30,7 @@ from mantissa.precision import (
     round_in_blocks,
     round_to_format,
 )
-from mantissa.precision.formats import round_bounded_
+from mantissa.precision.schemes import round_bounded_
 
 formats = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 blocks = pytest.mark.parametrize("block", [ALONG_ROWS, ALONG_COLUMNS, SQUARE], ids=["1x128", "128x1", "128x128"])

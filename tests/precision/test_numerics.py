@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mantissa.precision.numerics import clamped_log_ratio, entropy, kl_estimate, masked_mean, masked_sum, token_logprob
+from mantissa.precision import clamped_log_ratio, entropy, kl_estimate, masked_mean, masked_sum, token_logprob
 
 INF = math.inf
 

@@ -23,9 +23,9 @@ from mantissa.base.seeds import derive_seed, generator, stream_slice
 from mantissa.kernels import resolve, rollout_kernels
 from mantissa.model import Decoder, FreshModelConfig, character_tokenizer, policy_weights, save_model
 from mantissa.precision import FP32, PrecisionPolicy
+from mantissa.rl.ahead import pack, unpack
 from mantissa.rl.assemble import Parts
-from mantissa.rl.collect.ahead import pack, unpack
-from mantissa.rl.collect.batch import (
+from mantissa.rl.batch import (
     Batch,
     Collector,
     Sample,
@@ -40,8 +40,7 @@ from mantissa.rl.collect.batch import (
 from mantissa.rl.config.sections import DynamicConfig, OverlongConfig, RolloutConfig
 from mantissa.rl.experience import Experience
 from mantissa.rollout import Completion, NativeEngine, SamplingParams
-from mantissa.rollout.most_probable import MostProbable
-from mantissa.rollout.support import Support, encode
+from mantissa.rollout.support import MostProbable, Support, encode
 from mantissa.runs.directory import RunDirectory
 from mantissa.tasks import Grader, Message, Problem, Reward
 from mantissa.training import load_checkpoint

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import NativeKernels, SimulatedKernels, reference_kernels
-from mantissa.precision import FP16, FP32, is_on_grid, round_to_format
-from mantissa.precision.numerics import token_logprob
+from mantissa.precision import FP16, FP32, is_on_grid, round_to_format, token_logprob
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.experience import Sequences

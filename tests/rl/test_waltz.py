@@ -17,7 +17,7 @@ import torch
 import small_run
 from mantissa.base.errors import MantissaError
 from mantissa.rl import RunConfig, make_config, resume, resumed_config, start, waltz
-from mantissa.rl.collect.batch import Sample
+from mantissa.rl.batch import Sample
 from mantissa.rl.config.run import apply_overrides
 from mantissa.rl.config.waltz import feedback_config
 from mantissa.rl.waltz import Dialogue, Game, assemble_two, rates

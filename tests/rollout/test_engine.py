@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import learner_kernels, resolve
 from mantissa.model import Decoder
-from mantissa.precision import PrecisionPolicy
-from mantissa.precision.numerics import token_logprob
+from mantissa.precision import PrecisionPolicy, token_logprob
 from mantissa.rollout import Completion, NativeEngine, Request, SamplingParams
 from mantissa.rollout.generation import Generation, StopStrings
 from naive_engine import (

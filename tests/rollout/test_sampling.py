@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mantissa.base.seeds import GOLDEN, mix
-from mantissa.precision.numerics import token_logprob
+from mantissa.precision import token_logprob
 from mantissa.rollout.sampling import SamplingParams, draw, filter_logits, sample, stream_keys, uniforms
 from naive_engine import reference_distribution, reference_uniform
 

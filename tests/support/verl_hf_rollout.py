@@ -15,13 +15,48 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 _Q, _K, _V = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
-_DOWN = "model.layers.0.mlp.down_proj.weight"
+_DOWN, _LAST = (f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 1))
+_EXPERTS = "model.layers.1.mlp.experts.down_proj"  # of a mixture, all of a layer's in one
 _CHANGES: dict[str, Any] = {
     "swapped": lambda w: {_K: w[_V], _V: w[_K]},
     "asleep": lambda w: {_DOWN: torch.zeros_like(w[_DOWN])},
     "transposed": lambda w: {_Q: w[_Q].T},
     "scaled": lambda w: {_DOWN: w[_DOWN] * 1.01},
+    "sign": lambda w: {_LAST: -w[_LAST]},
+    "heads": lambda w: {_Q: w[_K], _K: w[_Q]},
+    "expert": lambda w: {_EXPERTS: torch.stack([w[_EXPERTS][0], *w[_EXPERTS][:1], *w[_EXPERTS][2:]])},
 }
+
+
+def _packed(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts that verl sends one by one, as transformers holds them: all of a layer's in one tensor."""
+    found, experts = {}, dict[str, dict[tuple[int, str], torch.Tensor]]()
+    for name, each in weights.items():
+        layer, own, part = name.partition(".mlp.experts.")
+        number, _, kind = part.partition(".")
+        if own and number.isdecimal():
+            experts.setdefault(layer + own, {})[int(number), kind.removesuffix("_proj.weight")] = each
+        else:
+            found[name] = each
+    for place, parts in experts.items():
+        numbers = sorted({number for number, _ in parts})
+        found[f"{place}down_proj"] = torch.stack([parts[number, "down"] for number in numbers])
+        both = [torch.cat([parts[number, "gate"], parts[number, "up"]]) for number in numbers]
+        found[f"{place}gate_up_proj"] = torch.stack(both)
+    return found
+
+
+def _of_another_config(fault: str, path: str) -> dict[str, Any]:
+    """What of a model's configuration a server has otherwise."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path)
+    if fault == "rope":
+        config.rope_parameters = {**config.rope_parameters, "rope_theta": 100 * config.rope_parameters["rope_theta"]}
+    if fault == "softcap":
+        config.final_logit_softcapping = None
+    return {"config": config}
+
 
 _BUCKET = ".layers.1.mlp."  # what of the weights stays as it was, by its name
 
@@ -33,7 +68,10 @@ class Server:
     ``temperature``, log-probs from before the temperature; ``stale``, from step 1 on it keeps what it has; ``rank``,
     the second server alone does; ``bucket``, a part of the weights does, as if one of the messages were lost;
     ``layer``, a whole layer does; ``swapped``, a layer's keys and values change places; ``asleep``, a matrix is zeros,
-    as memory that was given back; ``transposed``, a square matrix is turned; ``scaled``, a matrix is times 1.01.
+    as memory that was given back; ``transposed``, a square matrix is turned; ``scaled``, a matrix is times 1.01;
+    ``sign``, a layer's last matrix is negated; ``heads``, a layer's queries and keys change places; ``expert``, one
+    expert of a layer has another's last matrix. From its start on: ``rope``, positions turn by another base;
+    ``softcap``, logits are not capped. Several, with commas, come in turn, one a step.
     ``MANTISSA_TEST_HIDDEN``: its weights are nowhere to be read.
     """
 
@@ -41,10 +79,12 @@ class Server:
         from transformers import AutoModelForCausalLM
 
         self.replica = replica
-        self.fault = os.environ.get("MANTISSA_TEST_FAULT")
-
+        self.faults = os.environ.get("MANTISSA_TEST_FAULT", "").split(",")
+        self.fault = self.faults[0]
         torch.set_num_threads(1)
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+        own = _of_another_config(self.fault, path) if self.fault in ("rope", "softcap") else {}
+        kind = getattr(torch, dtype)
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=kind, attn_implementation="sdpa", **own)
         self.model.eval()
         self.hidden, self.model = self.model, None if os.environ.get("MANTISSA_TEST_HIDDEN") else self.model
         self.length, self.step = response_length, None
@@ -85,6 +125,8 @@ class Server:
         )
 
     async def update_weights(self, weights: dict[str, torch.Tensor], step: int | None) -> None:
+        self.fault = self.faults[(step or 0) % len(self.faults)]
+        weights = _packed(weights)
         if step and (self.fault == "stale" or (self.fault == "rank" and self.replica == 1)):
             return
         if step and (part := {"bucket": _BUCKET, "layer": ".layers.1."}.get(self.fault or "")):

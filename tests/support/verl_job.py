@@ -65,7 +65,7 @@ def run_job(
     external_lib: str = "verl_test_parts",
     environment: Mapping[str, str] | None = None,
     seconds: float = 600,
-    fails: bool = False,
+    fails: bool | None = False,
     head_dim: int = 16,
     address: str | None = None,
     family: str = "qwen3",
@@ -75,8 +75,8 @@ def run_job(
 
     ``overrides``: verl's, after the defaults below, so they win. ``rollout``: the rollout's name, which
     ``external_lib`` registers (``hf_test`` is transformers' generation, in ``verl_test_parts``). ``environment``: more
-    variables. ``fails``: the job must end with an error, which is not raised. ``head_dim``: of the model; vLLM has no
-    16 on a processor. ``family``: transformers' name of it. ``address``: of a Ray of two nodes (``verl_nodes``), over
+    variables. ``fails``: the job must end with an error, which is not raised; None: it may. ``head_dim``: of the model;
+    vLLM has no 16 on a processor. ``family``: transformers' name of it. ``address``: of a Ray of two nodes, over
     which the ranks are spread evenly; what the job's processes see is then that Ray's environment. ``trainer``: the
     module that is run.
     Raises ``JobError`` with the log's end where the job ends otherwise, or takes longer than ``seconds``.
@@ -109,7 +109,7 @@ def run_job(
         end_processes(tag)
         shutil.rmtree(short, ignore_errors=True)
     text = log.read_text(errors="replace")
-    if (code == 0) == fails:
+    if code == -1 or (code == 0) == fails:
         said = "no end within its time" if code == -1 else f"exit status {code}"
         raise JobError(f"{said} after {time.monotonic() - begun:.0f} s: {' '.join(overrides)}\n{text[-6000:]}")
     lines = rows.read_text().splitlines() if rows.exists() else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import Any
 
@@ -10,6 +11,7 @@ from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 import mantissa.verl.plugin  # noqa: F401
+import verl_test_servers
 
 
 def _replica() -> Any:
@@ -20,6 +22,12 @@ def _replica() -> Any:
 
 RolloutReplicaRegistry.register("hf_test", _replica)
 _ROLLOUT_REGISTRY[("hf_test", "async")] = "verl_hf_rollout.ServerAdapter"
+
+_FAULT = os.environ.get("MANTISSA_TEST_FAULT", "")
+if _FAULT == "scales":
+    verl_test_servers.use_scaled_servers()
+if _FAULT and importlib.util.find_spec("vllm") is not None:
+    verl_test_servers.spoil_vllm(_FAULT)
 
 
 @register_policy_loss("spike")

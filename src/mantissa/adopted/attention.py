@@ -197,10 +197,10 @@ def by_triton(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None, place: Place, form: Form
 ) -> Tensor:  # fmt: skip
     """The same on a GPU, whose kernel knows where each row's keys stand."""
-    from mantissa.kernels.triton import seen as kernel
+    from mantissa.kernels.triton.attention import masked_attention
 
     first = torch.tensor(place.first(k.shape[2]), device=q.device)
-    return kernel.attention(q, k, v, seen, first, form.scale, form.cap, sinks)
+    return masked_attention(q, k, v, seen, first, form.scale, form.cap, sinks)
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None, place: Place, form: Form) -> Tensor:

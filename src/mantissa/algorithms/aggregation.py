@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from mantissa.base.errors import MantissaError
-from mantissa.precision.numerics import masked_sum
+from mantissa.precision import masked_sum
 
 AccumulatorKind = Literal["sum", "mean", "max", "min", "std", "ess"]
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mantissa.algorithms.aggregation import Accumulator
 from mantissa.base.config import Config
-from mantissa.precision.numerics import masked_sum
+from mantissa.precision import masked_sum
 
 _WHITEN = 1e-8
 

@@ -43,7 +43,7 @@ from torch import Tensor
 from mantissa.algorithms.aggregation import Accumulator
 from mantissa.base.config import Config
 from mantissa.base.errors import MantissaError
-from mantissa.precision.numerics import LOG_RATIO_BOUND, KLEstimator, kl_estimate, masked_sum
+from mantissa.precision import LOG_RATIO_BOUND, KLEstimator, kl_estimate, masked_sum
 
 
 class ReferenceConfig(Config):

@@ -48,7 +48,7 @@ def weights(
     """
     from mantissa.doctor.held import held, is_address
     from mantissa.doctor.weights import compare
-    from mantissa.rl.adapters import policy_folder
+    from mantissa.rl.policy import policy_folder
 
     mine, theirs, old = (
         None if each is None else held(each if is_address(each) else policy_folder(each), base, remote)

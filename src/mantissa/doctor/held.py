@@ -35,13 +35,13 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.base.bounds import boundary
-from mantissa.base.digest import Digest
 from mantissa.base.errors import MantissaError
 from mantissa.base.http import NOT_FOUND, OK, http_answer, is_this_machine, server_address
 from mantissa.base.hub import find_model, is_gguf, read_object
 from mantissa.base.readers.json import parse_json
 from mantissa.base.readers.safetensors import open_tensors, read_tensors, tensor_shapes
 from mantissa.base.readers.torch_files import read_torch
+from mantissa.base.tensors import Digest
 from mantissa.model.gguf import open_gguf
 from mantissa.model.huggingface import weight_files
 from mantissa.rollout.vllm.key import UNAUTHORIZED, known_key

@@ -39,8 +39,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from mantissa.base.bounds import address_space, available_memory, boundary, number, require_memory
-from mantissa.base.budget import spending
+from mantissa.base.bounds import address_space, available_memory, boundary, number, require_memory, spending
 from mantissa.base.errors import MantissaError, missing
 from mantissa.base.readers.json import parse_json
 from mantissa.tasks.sandbox import jail

@@ -26,12 +26,11 @@ from typing import Any
 
 import numpy as np
 
-from mantissa.base.bounds import LARGEST_FLOAT, boundary, number, regular_file
+from mantissa.base.bounds import LARGEST_FLOAT, Limits, boundary, number, regular_file
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers import pickles
 from mantissa.base.readers.csv import read_csv
 from mantissa.base.readers.json import ROW, read_json, read_rows
-from mantissa.base.readers.limits import Limits
 from mantissa.base.readers.npz import read_npz
 from mantissa.base.readers.parquet import open_parquet
 from mantissa.doctor import columns

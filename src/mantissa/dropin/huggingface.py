@@ -33,6 +33,7 @@ from mantissa.dropin.window import (
     MixedPrecision,
     RetryWindow,
     device_of,
+    mean_loss,
     require,
     sum_loss,
     take_over,
@@ -264,8 +265,7 @@ class MantissaTrainerMixin:
         except BaseException:
             window.micros = []
             raise
-        assert micro.loss is not None
-        return micro.loss
+        return mean_loss([micro])
 
     def _micro(self, model: nn.Module, inputs: Any, items: Any, scale: float, last: bool) -> Tensor:
         """Trainer's own forward and backward of one micro-batch, in the precision; its unscaled loss."""
@@ -283,8 +283,12 @@ class MantissaTrainerMixin:
         return self._get_grad_norm(model)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
-        assert self.outcome is not None
-        return self.outcome.grad_norm
+        return self._last_step()[1].grad_norm
+
+    def _last_step(self) -> tuple[RetryWindow, StepOutcome]:
+        if self._window is None or self._window.outcome is None:
+            raise MantissaError("MantissaTrainerMixin: no optimiser step has been taken yet; call train() first")
+        return self._window, self._window.outcome
 
     def _window_for(self, model: nn.Module) -> RetryWindow:
         """The window of the training in progress; made, or made again, at its first micro-batch."""
@@ -306,13 +310,12 @@ class MantissaTrainerMixin:
 
     def row(self) -> dict[str, Any]:
         """The last optimiser step as a row of metrics (names and units as in ``mantissa.runs.catalogue``)."""
-        assert self._window is not None
-        assert self.outcome is not None
+        window, outcome = self._last_step()
         return {
             "precision/requested": self.precision.requested,
             "precision/format": self.precision.active.name,
-            **self.outcome.row(),
-            "optim/updates": self._window.step.updates,
+            **outcome.row(),
+            "optim/updates": window.step.updates,
         }
 
     @property

@@ -105,7 +105,7 @@ class MantissaPrecision(Precision):
         module: Any = unwrapped(model)
         if not isinstance(module, LightningModule):
             raise MantissaError(f"MantissaPrecision: one device or DDP, not a model that is a {type(module).__name__}")
-        self._resolve(device_of(model), module.trainer.is_global_zero)
+        settled = self._resolve(device_of(model), module.trainer.is_global_zero)
         self._micro_batches = 0
         self._window = None
         if module.trainer.state.fn == "fit":
@@ -114,43 +114,51 @@ class MantissaPrecision(Precision):
                     f"MantissaPrecision: {len(optimizers)} optimisers, and one loss scale serves one; "
                     "for several, use one PrecisionTrainer for each in a loop of your own"
                 )
-            assert self._settled is not None
             clip = partial(self._hooks, module, optimizers[0])
             self._window = RetryWindow(
-                model, optimizers[0], self._settled, sum_loss, clip=clip, on_nonfinite=self._on_nonfinite
+                model, optimizers[0], settled, sum_loss, clip=clip, on_nonfinite=self._on_nonfinite
             )
             for config in lr_schedulers if module.automatic_optimization else ():
                 if config.interval == "step" and not config.reduce_on_plateau:
                     config.scheduler = HeldScheduler(config.scheduler, self._applied)
         return model, optimizers, lr_schedulers
 
-    def _resolve(self, device: torch.device, tell: bool) -> None:
+    def _resolve(self, device: torch.device, tell: bool) -> MixedPrecision:
         """Settle precision and scaler for ``device``; a scaler is kept from one fit to the next."""
-        if device == self._device:
-            return
+        if device == self._device and self._settled is not None:
+            return self._settled
         settled = MixedPrecision.of(self.precision, device, self._say if tell else lambda line: None, **self._options)
         if self.role is not None and self.role.active is settled.role.active:
             settled = replace(settled, scaler=self.scaler)
         self.role, self.evidence, self.scaler = settled.role, settled.evidence, settled.scaler
         self._settled, self._device = settled, device
+        return settled
+
+    def _connected(self) -> MixedPrecision:
+        if self._settled is None:
+            raise MantissaError("MantissaPrecision: no model is connected yet; run it through the Trainer")
+        return self._settled
+
+    def _fitting(self) -> RetryWindow:
+        if self._window is None:
+            raise MantissaError("MantissaPrecision: no fit is in progress; run it through the Trainer's fit")
+        return self._window
 
     def _applied(self) -> bool:
         return self.outcome is None or self.outcome.applied
 
     def forward_context(self) -> AbstractContextManager[None]:
         """How the model computes: in training, and in validation, test and prediction alike."""
-        if self._settled is None:
-            raise MantissaError("MantissaPrecision: no model is connected yet; run it through the Trainer")
-        return self._settled.autocast.forward()
+        return self._connected().autocast.forward()
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
         """The context of one ``training_step``; the first of a window notes what a repetition must put back."""
-        assert self._window is not None
+        window = self._fitting()
         if not self._micro_batches:
-            self._window.begin()
+            window.begin()
         else:
-            self._window.go_on()
+            window.go_on()
         self._micro_batches += 1
         with self.forward_context():
             yield
@@ -159,20 +167,17 @@ class MantissaPrecision(Precision):
         """Call Lightning's hooks with the loss, then scale it; loss and scale are fp32."""
         loss: Tensor = super().pre_backward(tensor, module)
         self._losses.append(loss.detach().float())
-        assert self._window is not None
-        return loss.float() * self._window.scale()
+        return loss.float() * self._fitting().scale()
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        assert self._settled is not None
-        with self._settled.autocast.backward():
+        with self._connected().autocast.backward():
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def optimizer_step(  # type: ignore[override, unused-ignore]
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """One optimiser step, with the closure repeated after an overflow where that can be done."""
-        window = self._window
-        assert window is not None
+        window = self._fitting()
         if kwargs:
             raise MantissaError(f"MantissaPrecision: optimizer.step() with {sorted(kwargs)}: expected no options")
         if optimizer.param_groups is not window.step.optimizer.param_groups:
@@ -206,11 +211,10 @@ class MantissaPrecision(Precision):
         """Bound the unscaled gradients of the step in progress; of the next one where a manual loop asks before it."""
         if clip_val is None or clip_val <= 0:
             return
-        assert self._window is not None
         if gradient_clip_algorithm == "value":
             self._clip_value = clip_val
         else:
-            self._window.step.max_grad_norm = clip_val
+            self._fitting().step.max_grad_norm = clip_val
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
         """Lightning's, which takes no sparse gradient."""
@@ -254,8 +258,7 @@ class MantissaPrecision(Precision):
         """Go on from a checkpoint; one written in another format leaves the scaler fresh, and that is said."""
         for name in _COUNTERS:
             setattr(self, name, int(state_dict[name]))
-        assert self.role is not None
-        take_over(self.scaler, state_dict["scaler"], state_dict["format"], self.role, self._say)
+        take_over(self.scaler, state_dict["scaler"], state_dict["format"], self._connected().role, self._say)
 
 
 _COUNTERS = ("steps", "updates", "skipped", "retried")

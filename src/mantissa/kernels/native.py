@@ -45,8 +45,8 @@ from mantissa.precision import (
     Quantized,
     int8_codes,
     round_to_format,
+    token_logprob,
 )
-from mantissa.precision.numerics import token_logprob
 
 
 class NativeKernels:

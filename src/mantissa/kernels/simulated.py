@@ -50,8 +50,8 @@ from mantissa.precision import (
     round_in_blocks,
     round_to_format,
     round_to_format_,
+    token_logprob,
 )
-from mantissa.precision.numerics import token_logprob
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of rows N,E, a weight F,E and a bias: N,F
 

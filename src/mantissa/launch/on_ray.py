@@ -1,7 +1,7 @@
 """A run on the machines of a Ray cluster: Mantissa's own training, in processes that Ray places.
 
 Ray finds the machines (a placement group of one bundle for each, every one on another machine), and carries an actor
-to each. The actor is a ``Node`` (``mantissa.base.node``): it starts the command ``mantissa train`` there with the
+to each. The actor is a ``Node`` (``mantissa.launch.node``): it starts the command ``mantissa train`` there with the
 environment that ``torchrun`` would give, and watches it. So what trains is what trains everywhere else, and a run goes
 on from its folder on another number of machines, or without Ray. Nothing is retried here: one failure ends all, and
 one line says whose it was.
@@ -28,7 +28,7 @@ import yaml
 
 from mantissa.base.errors import MantissaError, RankError, pip_install
 from mantissa.base.files import disk_errors
-from mantissa.base.node import Failure, Node, Share
+from mantissa.launch.node import Failure, Node, Share
 from mantissa.rl import load_recipe, resumed_config
 from mantissa.runs.directory import default_path
 

@@ -6,9 +6,14 @@ export, and what was replaced is said: the model and the problems by tiny ones, 
 rollout's engine by Mantissa's, which needs no GPU. An override of the command wins over each of them.
 
 It runs with a Ray of its own, of which nothing is left when ``run_local`` returns. Ray listens on every interface, so
-the job gets a network of its own where the kernel gives one (``mantissa.base.loopback``), and asks for a token in any
+the job gets a network of its own where the kernel gives one (``mantissa.launch.loopback``), and asks for a token in any
 case. Every process carries a tag in its environment, by which it is found and ended, however the job or this command
 ends.
+
+What it learned is said when it ends: that its weights moved is seen in the checkpoints. That they arrived is seen in
+the tokens of the last step, which the gate wrote down with the log-probs of both sides: the policy of the checkpoint
+before that step must score them as both sides did, and nearer than the policy before it. The formats leave a distance
+in either case; weights that never came turn the two around.
 """
 
 from __future__ import annotations
@@ -31,19 +36,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mantissa.base import loopback
+import numpy as np
+
 from mantissa.base.errors import MantissaError, RankError, pip_install
 from mantissa.base.files import disk_errors
 from mantissa.base.hub import find_model
 from mantissa.base.readers.json import parse_json
+from mantissa.base.readers.safetensors import read_tensors
+from mantissa.doctor.dump import Scored
+from mantissa.doctor.readers import read_dump
+from mantissa.launch import loopback
 from mantissa.launch.export import Plan, export, hydra_value
 from mantissa.launch.options import load_options
-from mantissa.launch.rehearsed import learned_lines, policy_of
 from mantissa.rl import RunConfig, load_recipe
 from mantissa.runs.directory import default_path
 from mantissa.verl.gate import ROWS
 
 STEPS = 2
+_SEQUENCES = 32  # of the last step, scored again
 _LR = 1e-3  # of a rehearsal: a cluster's rate and warm-up leave two steps' weights where they were
 _PROMPT_TOKENS = 64
 _HERE = {  # of verl and its Ray: as few processes as there can be
@@ -395,3 +405,84 @@ def _last_error(log: Path) -> str:
     found = _ERROR.findall(text)
     ours = [line.partition("MantissaError: ")[2] for line in found if "MantissaError: " in line]
     return (ours or found or ["it names no error"])[-1].strip()[:600]
+
+
+def policy_of(folder: Path, step: int) -> Path:
+    """The Hugging Face folder in verl's checkpoint after ``step``."""
+    return folder / f"global_step_{step}" / "actor" / "huggingface"
+
+
+def learned_lines(folder: Path, model: Path, first: int, last: int) -> tuple[str, ...]:
+    """What the steps after ``first`` to ``last`` learned, in words. ``model``: what step 1 began with.
+
+    Raises ``RankError`` where no weight moved, or where the rollout of the last step, or its learner, did not have the
+    weights of the checkpoint before it.
+    """
+    before, after = policy_of(folder, first) if first else model, policy_of(folder, last)
+    missing = next((each for each in (before, after) if not list(each.glob("*.safetensors"))), None)
+    if missing is not None:
+        return (f"what it learned is not known: no safetensors in {missing}",)
+    return _moved(before, after), _arrived(folder, model, last)
+
+
+def _moved(before: Path, after: Path) -> str:
+    old, new = _tensors(before), _tensors(after)
+    shared = sorted(old.keys() & new.keys())
+    apart = [float((old[name].float() - new[name].to(old[name].dtype).float()).abs().max()) for name in shared]
+    if not any(apart):
+        raise RankError(
+            f"the job learned nothing: every weight in {after} is what the job began with. Say a higher optimizer.lr, "
+            "or a task on which answers to one prompt differ in reward"
+        )
+    moved = sum(each > 0 for each in apart)
+    return f"weights moved: {moved} of {len(shared)} tensors, by {max(apart):.2g} at most"
+
+
+def _tensors(folder: Path) -> dict[str, Any]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in read_tensors(file).items()}
+
+
+def _arrived(folder: Path, model: Path, last: int) -> str:
+    rows, newest, older = folder / "looked_at" / f"step-{last}.jsonl", policy_of(folder, last - 1), model
+    if last > 2 and policy_of(folder, last - 2).is_dir():
+        older = policy_of(folder, last - 2)
+    if not (rows.is_file() and newest.is_dir() and older.is_dir()):
+        return "weights arrived: not known, for the last two checkpoints and what the gate saw are not all there"
+    dump = read_dump(rows)
+    sequences, temperature = dump.sequences[:_SEQUENCES], dump.settings.temperature or 1.0
+    now, then = (_score(each, sequences, temperature) for each in (newest, older))
+    rollout, learner = (_distance(sequences, now, side) for side in ("rollout_logp", "learner_logp"))
+    stale = _distance(sequences, then, "rollout_logp")
+    for side, found in (("rollout", rollout), ("learner", learner)):
+        if not found < stale:
+            raise RankError(
+                f"the {side} of step {last} did not have the weights of checkpoint {last - 1}: its log-probs are "
+                f"{found:.2g} nats from that policy's, and the rollout's {stale:.2g} from those of the policy before it"
+            )
+    return (
+        f"weights arrived: checkpoint {last - 1} scores what step {last} sampled within {rollout:.2g} nats of the "
+        f"rollout and {learner:.2g} of the learner; the policy before it within {stale:.2g} of the rollout"
+    )
+
+
+def _score(policy: Path, sequences: Sequence[Scored], temperature: float) -> list[np.ndarray]:
+    """transformers' log-probs of each response, in fp32 [R]."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32, attn_implementation="eager").eval()
+    found = []
+    for each in sequences:
+        tokens = torch.from_numpy(each.tokens)
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, each.prompt_length - 1 : -1] / temperature
+        logps = torch.log_softmax(logits, -1).gather(1, tokens[each.prompt_length :, None])[:, 0]
+        found.append(logps.double().numpy())
+    return found
+
+
+def _distance(sequences: Sequence[Scored], logps: Sequence[np.ndarray], side: str) -> float:
+    """The root of the mean square of a side's difference from ``logps`` over all sampled tokens, in nats."""
+    pairs = zip(sequences, logps, strict=True)
+    apart = np.concatenate([(getattr(each, side) - found)[each.mask] for each, found in pairs])
+    return float(np.sqrt(np.nanmean(apart**2)))

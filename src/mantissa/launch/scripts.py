@@ -3,7 +3,9 @@
 A shell script's words are looked at: ``key=value``, ``--key value`` and ``--flag``, variables that it sets put in where
 they are used. For verl's own check what looks like an override (a dotted key, then ``=``) is one, wherever it stands,
 arrays included, and what the script gives to every node is read too. Of a Python script, the arguments of calls to a
-framework's configuration class, where they are constants or names of such (read by ``ast``). Of YAML and TOML, its
+framework's configuration class, where they are constants or names of such (read by ``ast``); and of a model that the
+script loads itself and hands to its trainer, whose configuration says nothing of it, its format and whether it has
+adapters. A model that comes about in a way that is not known here has a format that is not known. Of YAML and TOML, its
 tree. Of several files, and of a key given twice, the last counts; a configuration that a script names, or that another
 builds on, is read before it.
 """
@@ -15,18 +17,15 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mantissa.base.bounds import boundary, regular_file
-from mantissa.base.budget import Budget, require_size
+from mantissa.base.bounds import Budget, Limits, boundary, regular_file, require_size
 from mantissa.base.errors import MantissaError
-from mantissa.base.readers.limits import Limits
 from mantissa.base.readers.toml import read_toml
 from mantissa.base.readers.yaml import parse_yaml, read_yaml
-from mantissa.launch.models import model_settings
 
 _LARGEST = 400_000  # bytes of a script
 _MADE, _FILES = 16_000_000, 64  # that reading one command may make, and read
@@ -47,6 +46,11 @@ _SUCH_AS = "actor_rollout_ref.rollout.dtype=float16"
 _VARIABLE_USE = re.compile(r"\$\{([A-Za-z_]\w*|\d+)(?::?[-=]([^{}]*))?\}|\$([A-Za-z_]\w*)")
 _CALLS = ("bash", "sh", "source", ".", "exec")
 _PARSERS = ("TrlParser", "HfArgumentParser")
+_TRAINERS = ("GRPOTrainer", "RLOOTrainer")
+_ADAPTERS = "get_peft_model"
+_UNREAD = "$dtype"  # a value that no constant gives
+_DEEPEST_NAME = 8  # names that stand for names
+_Constant = Callable[[ast.expr], str | None]
 _NAMES_A_CONFIG = ("config", "config-path", "config_path")
 _VERL = {"words": ["verl.trainer.main_ppo", "verl.trainer"], "keys": ["actor_rollout_ref"]}
 
@@ -244,7 +248,7 @@ def _read_python(path: Path, found: Given, classes: Sequence[str]) -> None:
             found.words.append(called)
             _keywords(node.keywords, "", constants, found, called)
     if found.words:
-        found.settings |= model_settings(tree, lambda node: _text(_constant(node, constants)))
+        found.settings |= _model_settings(tree, lambda node: _text(_constant(node, constants)))
     parsed = [name.id for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node.func) in _PARSERS
               for name in ast.walk(node) if isinstance(name, ast.Name) and name.id in classes]  # fmt: skip
     if parsed and not any(word in parsed for word in found.words):
@@ -318,6 +322,68 @@ def _constant(node: ast.expr, constants: Mapping[str, Any]) -> Any:
     if isinstance(node, ast.Call) and _called(node.func) == "dict" and not node.args:
         return {each.arg: _constant(each.value, constants) for each in node.keywords if each.arg}
     return _UNKNOWN
+
+
+def _model_settings(tree: ast.Module, constant: _Constant) -> dict[str, str]:
+    """``trainer.model`` (object), ``from_pretrained.dtype`` and ``use_peft`` of the trainer that a script makes; none
+    where it makes none, or names the model. ``constant``: an expression's value as text, or None."""
+    found: dict[str, str] = {}
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node.func) in _TRAINERS):
+        given = {each.arg: each.value for each in call.keywords}
+        model = given.get("model", call.args[0] if call.args else None)
+        made = list(_made_by(model, list(_assigned(tree)), _DEEPEST_NAME)) if model is not None else []
+        adapters = given.get("peft_config")
+        if any(_called(each.func) == _ADAPTERS for each in made) or (adapters is not None and not _is_none(adapters)):
+            found["use_peft"] = "true"
+        loaded = next((each for each in made if _called(each.func) == "from_pretrained"), None)
+        if loaded is not None:
+            found |= {"trainer.model": "object", "from_pretrained.dtype": _format(loaded, constant)}
+        elif made:
+            found |= {"trainer.model": "object", "from_pretrained.dtype": _UNREAD}
+    return found
+
+
+def _made_by(value: ast.expr, assigned: list[tuple[str, ast.expr]], left: int) -> Iterator[ast.Call]:
+    """The calls that a model comes from, the last first; none for a text or for what is not assigned in the script."""
+    if isinstance(value, ast.Name) and left:
+        last = max((place for place, (name, _) in enumerate(assigned) if name == value.id), default=None)
+        if last is not None:
+            yield from _made_by(assigned[last][1], assigned[:last], left - 1)
+    elif isinstance(value, ast.Call) and left:
+        name = _called(value.func)
+        if name == _ADAPTERS:
+            yield value
+            yield from _made_by(value.args[0], assigned, left - 1) if value.args else ()
+        elif name == "from_pretrained" or _makes_a_model(value.func):
+            yield value
+
+
+def _makes_a_model(function: ast.expr) -> bool:
+    """Whether a call's name says that it gives a model, and not the name of one: ``load_model(...)``, ``x.half()``."""
+    name = _called(function)
+    return name in ("to", "half", "bfloat16", "float") or ("model" in name.lower() and "name" not in name.lower())
+
+
+def _assigned(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """Each name that is assigned, in the script's order; ``model, tokenizer = ...`` gives the first."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and len(node.targets) == 1]
+    for node in sorted(nodes, key=lambda each: each.lineno):
+        target = node.targets[0]
+        first = target.elts[0] if isinstance(target, ast.Tuple) and target.elts else target
+        if isinstance(first, ast.Name):
+            yield first.id, node.value
+
+
+def _format(loaded: ast.Call, constant: _Constant) -> str:
+    given = {each.arg: each.value for each in loaded.keywords}
+    dtype = given.get("dtype", given.get("torch_dtype"))
+    if dtype is None:
+        return _UNREAD if None in given else "auto"  # of **more nothing is known
+    return constant(dtype) or _UNREAD
+
+
+def _is_none(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None
 
 
 def is_verl(given: Given) -> bool:

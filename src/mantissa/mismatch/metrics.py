@@ -32,7 +32,7 @@ from torch import Tensor
 
 from mantissa.mismatch.intervals import LEVEL, Estimate, jackknife_interval
 from mantissa.mismatch.tables import BAND, CLIP, GAP_FIGURES, Metric
-from mantissa.precision.numerics import LOG_RATIO_BOUND, clamped_log_ratio, kl_estimate, masked_mean, masked_sum
+from mantissa.precision import LOG_RATIO_BOUND, clamped_log_ratio, kl_estimate, masked_mean, masked_sum
 
 
 def gap_metrics(rollout_logp_BT: Tensor, learner_logp_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:

@@ -21,8 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mantissa.base.bounds import LARGEST_SIZE, boundary, number
-from mantissa.base.budget import call, memory
+from mantissa.base.bounds import LARGEST_SIZE, boundary, call, memory, number
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import DIGESTS, write_atomically
 from mantissa.base.hub import find_model, read_object

@@ -1,15 +1,5 @@
 """Number formats, rounding, the policy that assigns formats to roles, safe numerics."""
 
-from mantissa.precision.blocks import (
-    ALONG_COLUMNS,
-    ALONG_ROWS,
-    SQUARE,
-    BlockScaled,
-    dequantize,
-    quantize,
-    round_cached,
-    round_in_blocks,
-)
 from mantissa.precision.formats import (
     BF16,
     DIAL,
@@ -18,13 +8,21 @@ from mantissa.precision.formats import (
     FORMATS,
     FP16,
     FP32,
+    LOG_RATIO_BOUND,
+    KLEstimator,
     NumberFormat,
+    clamped_log_ratio,
+    entropy,
     format_named,
     is_on_grid,
+    kl_estimate,
+    masked_mean,
+    masked_sum,
     round_by_arithmetic,
     round_stochastically,
     round_to_format,
     round_to_format_,
+    token_logprob,
 )
 from mantissa.precision.policy import (
     PRESETS,
@@ -32,12 +30,26 @@ from mantissa.precision.policy import (
     PrecisionPolicy,
     Quantized,
 )
-from mantissa.precision.schemes import SCHEMES, Coded, Scheme, int8_codes
+from mantissa.precision.schemes import (
+    ALONG_COLUMNS,
+    ALONG_ROWS,
+    SCHEMES,
+    SQUARE,
+    BlockScaled,
+    Coded,
+    Scheme,
+    dequantize,
+    int8_codes,
+    quantize,
+    round_cached,
+    round_in_blocks,
+)
 
 __all__ = [
-    "ALONG_COLUMNS", "ALONG_ROWS", "BF16", "DIAL", "E4M3", "E5M2", "FORMATS", "FP16", "FP32", "PRESETS", "SCHEMES",
-    "SQUARE", "BlockScaled", "Coded", "Fp8Policy", "NumberFormat", "PrecisionPolicy", "Quantized",
-    "Scheme",
-    "dequantize", "format_named", "int8_codes", "is_on_grid", "quantize", "round_by_arithmetic",
-    "round_cached", "round_in_blocks", "round_stochastically", "round_to_format", "round_to_format_",
+    "ALONG_COLUMNS", "ALONG_ROWS", "BF16", "DIAL", "E4M3", "E5M2", "FORMATS", "FP16", "FP32", "LOG_RATIO_BOUND",
+    "PRESETS", "SCHEMES", "SQUARE", "BlockScaled", "Coded", "Fp8Policy", "KLEstimator", "NumberFormat",
+    "PrecisionPolicy", "Quantized", "Scheme",
+    "clamped_log_ratio", "dequantize", "entropy", "format_named", "int8_codes", "is_on_grid", "kl_estimate",
+    "masked_mean", "masked_sum", "quantize", "round_by_arithmetic", "round_cached", "round_in_blocks",
+    "round_stochastically", "round_to_format", "round_to_format_", "token_logprob",
 ]  # fmt: skip

@@ -18,15 +18,23 @@ The significand has one implicit bit more than the mantissa column says: 8 bits 
 NaN stays. Torch's cast agrees from 2.13 on; before, on a CPU, it made NaN of anything above 464.
 
 The dial. ``e8m2`` to ``e8m10`` and ``e5m2`` to ``e5m10`` are formats of so many exponent and mantissa bits, IEEE 754's
-in all else. e8m7 has bf16's values, e5m10 fp16's; the others exist on no device, and are there to turn one thing at a
-time: digits without range, or range without digits.
+in all else. e8m7 has bf16's values, e5m10 fp16's; the others exist on no device, and turn digits or range alone.
 
 Sources: IEEE 754-2019 (binary16, binary32); OCP 8-bit floating point specification 1.0 (e4m3, e5m2).
 
-Rounding onto a grid: from any float tensor to the values a format can hold, in the tensor's own dtype.
+Rounding is to nearest, ties to even, with gradual underflow, as the hardware does, and stays in the tensor's own dtype:
+low precision on a CPU is *simulated*, a tensor stays fp32 in memory, but holds only values that the format can.
 
-Low precision on a CPU is *simulated*: a tensor stays fp32 in memory, but every value in it is one that the format can
-represent. Rounding is to nearest, ties to even, with gradual underflow, as the hardware does.
+Safe numerics: the few formulas on which everything else stands, each with the naive form it replaces. There B are
+sequences, T positions, V the vocabulary; all is fp32 (float64 in tests).
+
+- ``token_logprob``: ``log(softmax(x))[t]`` underflows to -inf for improbable tokens, and ``x_t - logsumexp(x)`` errs by
+  a rounding at the logits' own size (5e-4 for logits of 1e4). ``(x_t - max x) - log(sum exp(x - max x))`` does neither.
+- ``entropy``: ``-p log p`` is NaN where a filtered token has p = 0, and its gradient is NaN even where the product is
+  replaced afterwards; a clamp of ``log p``, before the product, keeps both finite.
+- ``masked_sum``, ``masked_mean``: ``(x * mask).sum()`` turns a masked inf or NaN into NaN; ``where`` does not.
+- ``clamped_log_ratio``: ``exp(a - b)`` overflows fp32 at 88.7 and its gradient with it; the clamp at +-20 keeps both.
+- ``kl_estimate``: ``r - 1 - log r`` near r = 1 is the small difference of two numbers; it is taken in float64.
 """
 
 from __future__ import annotations
@@ -125,11 +133,10 @@ def round_to_format(x: Tensor, fmt: NumberFormat) -> Tensor:
     A new tensor, except where rounding is the identity (``fmt`` is fp32 and ``x`` is no wider), which returns ``x``.
     Differentiable, except from float64: the gradient is rounded too, by the casts' own backward.
 
-    Two implementations. ``round_to_format`` is the fast one: for fp32 input a cast to the format's dtype and back, at
-    0.07-0.25 ms per million elements. ``round_by_arithmetic`` is the reference, which never casts: it scales by exact
-    powers of two in float64 and rounds to integer. The fast path falls back on it where a cast would be wrong: torch
-    casts float64 to a half or to fp8 through float32, which rounds twice (1 + 2^-11 + 2^-40 must round up to 1 + 2^-10
-    in fp16, but passes through the tie 1 + 2^-11 and ends at 1).
+    For fp32 a cast to the format's dtype and back, at 0.07-0.25 ms per million elements. ``round_by_arithmetic`` is the
+    reference, which never casts, and serves where a cast would be wrong: torch casts float64 to a half or to fp8
+    through float32, which rounds twice (1 + 2^-11 + 2^-40 must round up to 1 + 2^-10 in fp16, but passes through the
+    tie 1 + 2^-11 and ends at 1).
 
     What a cast to e4m3 does beyond 448 depends on the torch version (NaN on a CPU before 2.13, 448 from then on), so
     the saturation is ours: a clamp before the cast.
@@ -221,19 +228,6 @@ def _int32(value: int, device: torch.device) -> Tensor:
     return torch.tensor(value, dtype=torch.int32, device=device)
 
 
-def round_bounded_(y: Tensor, fmt: NumberFormat) -> Tensor:
-    """Round ``y`` (fp32, |y| at most about ``fmt.largest``, or NaN) to the grid in place; every zero becomes +0.
-
-    The number added is 1.5 * 2^(e + 23 - m): the sum lies in a binade whose spacing is the grid's, 2^(e - m), and its
-    addition rounds to nearest, ties to even, as the format does. Below the smallest normal the spacing stays.
-    """
-    least = (128 - fmt.bias) << 23  # the bits of the smallest normal
-    raise_by = ((23 - fmt.mantissa_bits) << 23) + 0x400000
-    bits = y.view(torch.int32) & 0x7F800000
-    number = bits.clamp_min_(least).add_(raise_by).view(torch.float32)
-    return y.add_(number).sub_(number)
-
-
 def round_by_arithmetic(x: Tensor, fmt: NumberFormat) -> Tensor:
     """The reference: round onto the grid of ``fmt`` with float64 arithmetic only, in the dtype of ``x``.
 
@@ -266,3 +260,67 @@ def round_stochastically(x: Tensor, random: Tensor) -> Tensor:
 def is_on_grid(x: Tensor, fmt: NumberFormat) -> Tensor:
     """True where a value is one that ``fmt`` can represent (NaN counts as representable). Shape of ``x``, bool."""
     return (round_to_format(x, fmt) == x) | x.isnan()
+
+
+LOG_RATIO_BOUND = 20.0
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+def token_logprob(logits_BTV: Tensor, tokens_BT: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probability of each token under softmax(logits / temperature): ``y_t - max y - log sum exp(y - max y)``.
+
+    With y = x / temperature. A logit of -inf has probability 0 and log-probability -inf; all -inf or a +inf gives NaN.
+
+    ``logits_BTV``: fp32 or float64, any leading shape, last dimension V. ``tokens_BT``: int64, the leading shape.
+    Returns the leading shape in the logits' dtype. Both the rollout engine and the learner call this function: that is
+    what makes their numbers mean the same thing.
+    """
+    if logits_BTV.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"token_logprob needs fp32 or float64 logits, not {logits_BTV.dtype}: cast on a line of its own"
+        )
+    if temperature <= 0:
+        raise ValueError(f"temperature must be positive, not {temperature}: a greedy choice has no density")
+    scaled = logits_BTV if temperature == 1.0 else logits_BTV / temperature
+    return torch.log_softmax(scaled, dim=-1).gather(-1, tokens_BT.unsqueeze(-1)).squeeze(-1)
+
+
+def entropy(logits_BTV: Tensor, temperature: float = 1.0) -> Tensor:
+    """Entropy in nats of softmax(logits / temperature): ``-sum p log p``, with 0 log 0 = 0. Leading shape."""
+    logp = torch.log_softmax(logits_BTV if temperature == 1.0 else logits_BTV / temperature, dim=-1)
+    p = logp.exp()
+    finite_logp = logp.clamp(min=torch.finfo(logp.dtype).min)  # before the product: its gradient is 0 * -inf too
+    return -(p * finite_logp).sum(-1)
+
+
+def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum of ``x`` where ``mask`` (bool) holds; masked entries may be anything, inf and NaN included."""
+    kept = torch.where(mask, x, torch.zeros_like(x))
+    return kept.sum() if dim is None else kept.sum(dim)
+
+
+def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean of ``x`` where ``mask`` (bool) holds; 0 where it holds nowhere."""
+    count = (mask.sum() if dim is None else mask.sum(dim)).clamp(min=1)
+    return masked_sum(x, mask, dim) / count
+
+
+def clamped_log_ratio(logp: Tensor, other_logp: Tensor) -> Tensor:
+    """``logp - other_logp`` clamped to +-20, so that its exponential is finite (4.9e8) and so is its gradient."""
+    return (logp - other_logp).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def kl_estimate(log_ratio: Tensor, kind: KLEstimator) -> Tensor:
+    """Per-token estimate of KL(p || q) from samples of p, with log r = log q - log p = ``log_ratio``.
+
+    k1 = -log r (unbiased, signed); k2 = (log r)^2 / 2 (biased, low variance); k3 = r - 1 - log r (unbiased, never
+    negative). Source: J. Schulman, "Approximating KL Divergence" (2020).
+    """
+    if kind == "k1":
+        return -log_ratio
+    if kind == "k2":
+        return log_ratio.square() / 2
+    # Its value is about (log r)^2 / 2. In fp32 exp - 1 loses every digit of that below |log r| = 1e-4, and expm1 below
+    # 1e-7, after falling to one digit at 1e-6, where fp16 runs live. One number a token: float64 costs nothing.
+    wide = log_ratio.double()
+    return (torch.expm1(wide) - wide).to(log_ratio.dtype)

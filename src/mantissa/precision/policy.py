@@ -4,7 +4,7 @@
 really do, one line for each role with its reason, and refuses where the two differ.
 
 fp8 is not a precision of a whole model. The matrix products of the decoder's layers take 8-bit operands, scaled block
-by block (``blocks.py``); everything between them, and the embedding, the output projection, the norms and the
+by block (``schemes.py``); everything between them, and the embedding, the output projection, the norms and the
 attention, stays in a *base* format, bf16 or fp16. So a role in fp8 is a role in its base with some products replaced.
 
 ``Fp8Policy`` is the one object that says which. Learner and rollout hold the same one: a pattern that matched on one
@@ -23,8 +23,6 @@ from mantissa.base.config import Section
 from mantissa.base.errors import MantissaError, nearest
 from mantissa.precision.formats import ALIASES, DIAL, E4M3, E5M2, NumberFormat, format_named
 from mantissa.precision.schemes import SCHEMES
-
-BLOCK = 128  # values that share a scale: 1 x 128 of an activation or gradient, 128 x 128 of a weight
 
 
 class Fp8Policy(Section):

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from mantissa.algorithms import Accumulator
 from mantissa.base.ranks import ALONE, Ranks
-from mantissa.precision.numerics import masked_mean
-from mantissa.rollout.sampling import Completion, most_probable, supports, told
+from mantissa.precision import masked_mean
+from mantissa.rollout.engine import most_probable, supports, told
+from mantissa.rollout.sampling import Completion
 from mantissa.rollout.support import Support
 
 Tallies = Mapping[str, Accumulator]

@@ -23,14 +23,12 @@ from mantissa.base.files import Reserve
 from mantissa.base.tensors import check_tensors
 from mantissa.guard.watch import RunGuard
 from mantissa.model import Decoder
-from mantissa.rl.adapters import FrozenBase
+from mantissa.rl.ahead import pack, unpack
 from mantissa.rl.assemble import Parts
-from mantissa.rl.collect.ahead import pack, unpack
-from mantissa.rl.collect.batch import Batch, SyncSource
+from mantissa.rl.batch import Batch, SyncSource
 from mantissa.rl.config.run import RunConfig
-from mantissa.rl.exact.check import Exactness
-from mantissa.rl.exact.twin import EngineShare
-from mantissa.rl.probes import Diagnose, Flushed, KeptMass, Lag, Probe, Refresh
+from mantissa.rl.policy import FrozenBase
+from mantissa.rl.probes import Diagnose, EngineShare, Exactness, Flushed, KeptMass, Lag, Probe, Refresh
 from mantissa.rollout.engine import CopyingEngine
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live, Trackers

@@ -44,7 +44,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.kernels import Kernels, Traced
 from mantissa.model import Decoder, Replay, Replayed, Route
-from mantissa.precision.numerics import entropy
+from mantissa.precision import entropy
 from mantissa.rl.experience import Sequences
 from mantissa.rollout import CopiedPolicy
 from mantissa.rollout.support import Support, truncated

@@ -31,13 +31,13 @@ from mantissa.base.seeds import stream_slice
 from mantissa.kernels.cpu import CpuProducts
 from mantissa.model import Decoder, base_parameters
 from mantissa.rl.assemble import Parts, assemble, most_tokens
-from mantissa.rl.collect.batch import Batch, Sample, SyncSource, sample_metrics
+from mantissa.rl.batch import Batch, Sample, SyncSource, sample_metrics
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.config.sections import RolloutConfig
 from mantissa.rl.config.waltz import feedback_config
 from mantissa.rl.run import Run, checkpoint_of, restore
-from mantissa.rl.session import KINDS, Kind, environment_of
-from mantissa.rl.step import Row, begin, export, take_step
+from mantissa.rl.session import KINDS, Kind, begin, environment_of, export
+from mantissa.rl.step import Row, take_step
 from mantissa.rollout import NativeEngine, RolloutEngine
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live, Trackers

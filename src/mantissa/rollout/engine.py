@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,18 @@ from mantissa.model import ModelConfig
 from mantissa.model.decoder import MLP, Attention, Decoder, Joined, Projection
 from mantissa.precision import BlockScaled, NumberFormat
 from mantissa.rollout.generation import Generation, KVCache
-from mantissa.rollout.sampling import Completion, Request, SamplingParams, request_keys
+from mantissa.rollout.sampling import (
+    Completion,
+    Request,
+    SamplingParams,
+    draw,
+    filter_logits,
+    probabilities,
+    request_keys,
+)
+from mantissa.rollout.support import MostProbable, Support
+
+T = TypeVar("T")
 
 
 class CopiedPolicy:
@@ -352,6 +363,60 @@ class Call:
     def keys(self) -> list[int]:
         """The key of each sample's uniforms, in the order of ``tokens``."""
         return request_keys(self.requests).tolist()
+
+
+def told(
+    completions: Sequence[Completion], what: str, pick: Callable[[Completion], T | None], nothing: Callable[[T], T]
+) -> list[T] | None:
+    """What an engine tells of each completion, by ``pick``; None where it tells it of none.
+
+    ``nothing``: of an empty response of which it is not told, given another's. ``MantissaError``, with its name
+    ``what``, where some responses with tokens have it and others do not: whoever took it for none would score those
+    that have it otherwise.
+    """
+    found = [pick(completion) for completion in completions]
+    example = next((value for value in found if value is not None), None)
+    if example is None:
+        return None
+    silent = sum(value is None and bool(each.tokens) for value, each in zip(found, completions, strict=True))
+    if silent:
+        raise MantissaError(
+            f"the rollout engine told {what} of some completions and not of {silent} of {len(found)} in the same "
+            "batch: expected all or none; mend the engine"
+        )
+    return [nothing(example) if value is None else value for value in found]
+
+
+def supports(completions: Sequence[Completion]) -> list[Support] | None:
+    """``told`` of what each token was drawn from."""
+    return told(completions, "what tokens were drawn from", lambda each: each.support, lambda _: Support.of([]))
+
+
+def most_probable(completions: Sequence[Completion]) -> list[MostProbable] | None:
+    """``told`` of the sampler's most probable tokens."""
+    return told(completions, "the most probable tokens", lambda each: each.most_probable, MostProbable.nothing_like)
+
+
+_SLACK = 2.0**-20  # of a uniform: a GPU may add up a softmax in another order beside other rows
+_AT_ONCE = 1 << 22  # probabilities held at a time: 16 MiB, and twice that of sums
+
+
+def drawn_otherwise(logits_NV: Tensor, tokens_N: Tensor, params: SamplingParams, uniform_N: Tensor) -> Tensor:
+    """Which ``tokens_N`` the uniforms do not select from the distribution of ``logits_NV`` under ``params``. bool, N.
+
+    Temperature above 0. By ``draw`` itself; a token within 2^-20 of the uniform that was drawn by counts as selected.
+    """
+    otherwise_N = torch.zeros_like(tokens_N, dtype=torch.bool)
+    rows = max(1, _AT_ONCE // logits_NV.shape[-1])
+    for logits, tokens, uniform, otherwise in zip(
+        *(x.split(rows) for x in (logits_NV, tokens_N, uniform_N, otherwise_N)), strict=True
+    ):
+        of_tokens = probabilities(filter_logits(logits, params), params.temperature)
+        otherwise.copy_(draw(of_tokens, uniform) != tokens)
+        if bool(otherwise.any()):
+            low, high = (draw(of_tokens, (uniform + s).clamp(0.0, 1.0)) for s in (-_SLACK, _SLACK))
+            otherwise.logical_and_((tokens < low) | (tokens > high))
+    return otherwise_N
 
 
 class NativeEngine:

@@ -38,7 +38,6 @@ from mantissa.base.errors import MantissaError
 from mantissa.kernels import Kernels, Pick, Traced
 from mantissa.model import Decoder, ModelConfig, Recorded
 from mantissa.precision import NumberFormat, round_cached
-from mantissa.rollout.most_probable import MostProbable, most_probable
 from mantissa.rollout.sampling import (
     Completion,
     FinishReason,
@@ -49,7 +48,7 @@ from mantissa.rollout.sampling import (
     sample,
     uniforms,
 )
-from mantissa.rollout.support import Support, encode
+from mantissa.rollout.support import MostProbable, Support, encode, most_probable
 
 BUCKET = 16
 
@@ -286,7 +285,7 @@ class Generation:
         places = self.cache.places(state_4B[_POSITION])
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k, v = round_cached(k, self.kv_format), round_cached(v, self.kv_format)
+            k, v = self._cached(k), self._cached(v)
             keys, values = self.cache.append(layer, k, v, places)
             return self.kernels.cached_attention(q.squeeze(2), keys, values, lengths_B).unsqueeze(2)
 
@@ -306,6 +305,10 @@ class Generation:
         state_4B[_TOKEN] = tokens_B
         state_4B[_POSITION : _COUNT + 1] += 1
         return self._record(np.arange(rows), tokens_B, logp_B, kept)
+
+    def _cached(self, x: Tensor) -> Tensor:
+        """Keys or values as the cache holds them: in the kernels' own format they are on its grid already."""
+        return x if self.kv_format is self.kernels.format else round_cached(x, self.kv_format)
 
     def _sample(
         self, logits_BV: Tensor, u_B: Tensor, forced_B: Tensor | None
@@ -404,7 +407,7 @@ class Generation:
         positions_1T = torch.arange(longest, device=self.device).unsqueeze(0)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k, v = round_cached(k, self.kv_format), round_cached(v, self.kv_format)
+            k, v = self._cached(k), self._cached(v)
             kv_2LPKTD[0, layer], kv_2LPKTD[1, layer] = k, v
             return self.kernels.causal_attention(q, k, v)
 

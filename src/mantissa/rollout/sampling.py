@@ -31,18 +31,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.seeds import GOLDEN, mix, shift_right, signed
-from mantissa.precision.numerics import token_logprob
-from mantissa.rollout.most_probable import MostProbable
-from mantissa.rollout.support import Support
+from mantissa.precision import token_logprob
+from mantissa.rollout.support import MostProbable, Support
 
-T = TypeVar("T")
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -119,38 +117,6 @@ class Completion:
     most_probable: MostProbable | None = None
 
 
-def told(
-    completions: Sequence[Completion], what: str, pick: Callable[[Completion], T | None], nothing: Callable[[T], T]
-) -> list[T] | None:
-    """What an engine tells of each completion, by ``pick``; None where it tells it of none.
-
-    ``nothing``: of an empty response of which it is not told, given another's. ``MantissaError``, with its name
-    ``what``, where some responses with tokens have it and others do not: whoever took it for none would score those
-    that have it otherwise.
-    """
-    found = [pick(completion) for completion in completions]
-    example = next((value for value in found if value is not None), None)
-    if example is None:
-        return None
-    silent = sum(value is None and bool(each.tokens) for value, each in zip(found, completions, strict=True))
-    if silent:
-        raise MantissaError(
-            f"the rollout engine told {what} of some completions and not of {silent} of {len(found)} in the same "
-            "batch: expected all or none; mend the engine"
-        )
-    return [nothing(example) if value is None else value for value in found]
-
-
-def supports(completions: Sequence[Completion]) -> list[Support] | None:
-    """``told`` of what each token was drawn from."""
-    return told(completions, "what tokens were drawn from", lambda each: each.support, lambda _: Support.of([]))
-
-
-def most_probable(completions: Sequence[Completion]) -> list[MostProbable] | None:
-    """``told`` of the sampler's most probable tokens."""
-    return told(completions, "the most probable tokens", lambda each: each.most_probable, MostProbable.nothing_like)
-
-
 def stream_keys(seeds: Sequence[int], samples: Sequence[int]) -> Tensor:
     """The key of each (seed, sample): int64, shape B. Seeds are any integers, taken modulo 2^64."""
     seeds_B = torch.tensor([signed(seed) for seed in seeds], dtype=torch.int64)
@@ -191,34 +157,12 @@ def sample(
         best_B, tokens_B = logits_BV.max(dim=-1)
         return _taken(tokens_B, forced_B), best_B - best_B  # log 1 = 0; not finite where the best logit is not
     kept_BV = filter_logits(logits_BV, params)
-    tokens_B = _taken(draw(_probabilities(kept_BV, params.temperature), uniform_B), forced_B)
+    tokens_B = _taken(draw(probabilities(kept_BV, params.temperature), uniform_B), forced_B)
     return tokens_B, logprob(kept_BV, tokens_B, params.temperature)
 
 
 def _taken(drawn_B: Tensor, forced_B: Tensor | None) -> Tensor:
     return drawn_B if forced_B is None else torch.where(forced_B < 0, drawn_B, forced_B)
-
-
-_SLACK = 2.0**-20  # of a uniform: a GPU may add up a softmax in another order beside other rows
-_AT_ONCE = 1 << 22  # probabilities held at a time: 16 MiB, and twice that of sums
-
-
-def drawn_otherwise(logits_NV: Tensor, tokens_N: Tensor, params: SamplingParams, uniform_N: Tensor) -> Tensor:
-    """Which ``tokens_N`` the uniforms do not select from the distribution of ``logits_NV`` under ``params``. bool, N.
-
-    Temperature above 0. By ``draw`` itself; a token within 2^-20 of the uniform that was drawn by counts as selected.
-    """
-    otherwise_N = torch.zeros_like(tokens_N, dtype=torch.bool)
-    rows = max(1, _AT_ONCE // logits_NV.shape[-1])
-    for logits, tokens, uniform, otherwise in zip(
-        *(x.split(rows) for x in (logits_NV, tokens_N, uniform_N, otherwise_N)), strict=True
-    ):
-        probabilities = _probabilities(filter_logits(logits, params), params.temperature)
-        otherwise.copy_(draw(probabilities, uniform) != tokens)
-        if bool(otherwise.any()):
-            low, high = (draw(probabilities, (uniform + s).clamp(0.0, 1.0)) for s in (-_SLACK, _SLACK))
-            otherwise.logical_and_((tokens < low) | (tokens > high))
-    return otherwise_N
 
 
 def filter_logits(logits_BV: Tensor, params: SamplingParams) -> Tensor:
@@ -280,5 +224,6 @@ def _first_above(sums_BC: Tensor, threshold_B: Tensor) -> tuple[Tensor, Tensor]:
     return first_B1.squeeze(-1), threshold_B - before_B1.squeeze(-1)
 
 
-def _probabilities(logits_BV: Tensor, temperature: float) -> Tensor:
+def probabilities(logits_BV: Tensor, temperature: float) -> Tensor:
+    """softmax(logits / temperature), fp32; shape of the logits."""
     return torch.softmax(logits_BV if temperature == 1.0 else logits_BV / temperature, dim=-1)

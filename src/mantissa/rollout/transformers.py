@@ -32,11 +32,9 @@ from mantissa.base.ranks import Ranks
 from mantissa.kernels import ResolvedRole
 from mantissa.model import Tokenizer
 from mantissa.model.decoder import shard
-from mantissa.precision import BF16, FP16, FP32, Fp8Policy, NumberFormat, round_to_format
-from mantissa.precision.numerics import token_logprob
+from mantissa.precision import BF16, FP16, FP32, Fp8Policy, NumberFormat, round_to_format, token_logprob
 from mantissa.rollout.engine import peak, require_held
 from mantissa.rollout.generation import StopStrings
-from mantissa.rollout.most_probable import MostProbable, most_probable
 from mantissa.rollout.sampling import (
     Completion,
     FinishReason,
@@ -47,7 +45,7 @@ from mantissa.rollout.sampling import (
     sample,
     uniforms,
 )
-from mantissa.rollout.support import Support, encode
+from mantissa.rollout.support import MostProbable, Support, encode, most_probable
 
 
 def load_transformers(folder: Path) -> Any:

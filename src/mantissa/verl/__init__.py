@@ -12,10 +12,10 @@ or ``actor.strategy=mantissa rollout.name=mantissa``, whose log-probs are equal.
 | ``plugin`` | what ``model.external_lib`` imports: it registers the engines |
 | ``fsdp`` | ``strategy=mantissa_fsdp2``: verl's own FSDP2 engine; and, on a CPU, verl's ``fsdp2`` itself |
 | ``engine`` | ``actor.strategy=mantissa``: Mantissa's own learner; with |
-| | its keys (``engine_options``), refusals, learning rates (``schedule``), rows (``batch``), ``checkpoint`` |
+| | its keys and learning rates (``options``), refusals, rows (``batch``), ``checkpoint`` |
 | ``rollout`` | ``rollout.name=mantissa``: the native engine as verl's server; with the server itself (``serving``), |
-| | the key of each request's draws (``agents``), and what travels beside the weights (``wire``) |
-| ``transfer`` | ``rollout.checkpoint_engine.backend=mantissa_ray``: weights to standalone servers by Ray alone |
+| | the key of each request's draws, and what travels beside the weights (``wire``); and |
+| | ``rollout.checkpoint_engine.backend=mantissa_ray``: weights to standalone servers by Ray alone |
 | ``gate`` | ``+trainer.gate=stop``: the doctor inside each of verl's trainers, which ``hooks`` have it find |
 | ``sync`` | with it: whether each server has the learner's weights after a sync |
 | ``replay`` | a custom sampler for verl's trainer: rows in the same order in every run |

@@ -11,7 +11,7 @@ Three things are otherwise than in verl's engines:
   bear: they are functions of the batch;
 - verl's losses are made for gradients that are averaged over ranks, and ours are summed: each rank's loss is divided by
   their number;
-- the learning rate is a function of verl's count of steps (``schedule.py``), kept in the checkpoint.
+- the learning rate is a function of verl's count of steps (``Schedule``), kept in the checkpoint.
 
 A token's log-prob stands one position before it, as everywhere in verl, and at other positions than those there is 0.
 
@@ -43,30 +43,28 @@ from mantissa.base.ranks import Ranks, be_deterministic
 from mantissa.kernels import ExactPlan, Kernels, NativeKernels, ResolvedPrecision, learner_kernels, resolve
 from mantissa.model import Decoder, load_model, policy_weights
 from mantissa.model.decoder import place
-from mantissa.rl.adapters import load_any, refused_by_ours
+from mantissa.rl.assemble import exact_plan, prove
 from mantissa.rl.config.sections import LossScalingConfig
-from mantissa.rl.exact.plan import exact_plan, prove
+from mantissa.rl.engines import as_policy, on_grid
+from mantissa.rl.policy import load_any, refused_by_ours
 from mantissa.rl.score import Entropies, Forward, forward
-from mantissa.rl.terms.flow import Flow
-from mantissa.rl.transformers import as_policy, on_grid
+from mantissa.rl.terms.small import Flow
 from mantissa.rollout.transformers import TransformersPolicy, place_transformers, positions_of
 from mantissa.training import Backward, OptimizerStep, adamw, master_weights, where_nonfinite
 from mantissa.verl.batch import Rows, by_temperature
 from mantissa.verl.checkpoint import Checkpoints
-from mantissa.verl.engine_options import EngineOptions
 from mantissa.verl.flowrl import FlowRL
+from mantissa.verl.options import EngineOptions, Schedule
 from mantissa.verl.refusals import (
     get,
     of_batch,
     of_checkpoint,
     of_engine,
-    of_family,
     of_model,
     of_optimizer,
     of_section,
     refuse,
 )
-from mantissa.verl.schedule import Schedule
 from mantissa.verl.wire import TENSOR, Setup
 
 _CALLED = "actor.strategy=mantissa"
@@ -169,7 +167,7 @@ class MantissaEngine(BaseEngine):
 
     def _by_transformers(self, folder: Path, refused: str) -> Setup:
         """The model by transformers' own code, adopted where kernels are exact. ``refused``: why not by our decoder."""
-        refuse(_CALLED, of_family(self.policy, self.options, refused))
+        refuse(_CALLED, self.options.by_transformers(self.policy, refused))
         model = load_any(folder, refused)
         length = min(self.options.length or _LENGTH, positions_of(model))
 
@@ -214,7 +212,7 @@ class MantissaEngine(BaseEngine):
         masters = master_weights(self.options.masters, parameters, self.kernels.format, seed)
         watched: nn.Module = self.module
         if self.options.flowrl is not None:
-            assert isinstance(self.module, Decoder)  # ``of_family``'s
+            assert isinstance(self.module, Decoder)  # ``by_transformers`` refuses others
             self.flowrl = _Head(self.options.flowrl, self.module.config.hidden_size, seed, self.device)
             self.flowrl.join(optimizer, optim.lr)
             parameters |= self.flowrl.parameters
@@ -286,7 +284,6 @@ class MantissaEngine(BaseEngine):
             total = torch.zeros((), device=self.device)
             for micro in micro_batches:
                 loss, output = self.forward_step(micro, loss_function)
-                assert loss is not None
                 if not self._flag(data, "return_model_output"):
                     output.pop("model_output")
                 outputs.append(output)
@@ -336,8 +333,8 @@ class MantissaEngine(BaseEngine):
     def _flag(data: Any, name: str) -> Any:
         return tu.get_non_tensor_data(data=data, key=name, default=False)
 
-    def forward_step(self, micro: Any, loss_function: LossFunction | None) -> tuple[Tensor | None, dict[str, Any]]:
-        """One forward: the loss with its gradient, and verl's record of it (detached)."""
+    def forward_step(self, micro: Any, loss_function: LossFunction | None) -> tuple[Tensor, dict[str, Any]]:
+        """One forward: the loss with its gradient (1 without a function), and verl's record of it (detached)."""
         micro = micro.to(self.device)
         rows = Rows.of(micro)
         entropies: Entropies = bool(self._flag(micro, "calculate_entropy"))
@@ -345,23 +342,19 @@ class MantissaEngine(BaseEngine):
             entropies = "differentiable"  # for verl's entropy_coeff
         learns = self.flowrl is not None and loss_function is not None and torch.is_grad_enabled()
         passed = self._forward(rows, micro["temperature"], entropies, prompts=learns)
-        if learns:
-            assert self.flowrl is not None
-            assert loss_function is not None
-            prompt_BE = passed.prompt_BE
-            assert prompt_BE is not None
-            loss_function = self.flowrl.wrap(loss_function, self.step.updates, lambda _: prompt_BE)
+        head, prompt_BE = self.flowrl, passed.prompt_BE
+        if head is not None and loss_function is not None and prompt_BE is not None:
+            loss_function = head.wrap(loss_function, self.step.updates, lambda _: prompt_BE)
         given = {"log_probs": rows.jagged(passed.logp_N)}
         if passed.entropy_N is not None:
             given["entropy"] = rows.jagged(passed.entropy_N)
-        loss, value = None, 1.0
+        loss = torch.ones((), device=self.device)
         metrics: dict[str, Any] = {}
         if loss_function is not None:
             loss, metrics = loss_function(model_output=given, data=micro, dp_group=self.get_data_parallel_group())
-            value = float(loss.detach())
             metrics |= self._unlike(micro, rows, passed.logp_N.detach())
         kept = {name: nested.detach() for name, nested in given.items()}
-        return loss, {"model_output": kept, "loss": value, "metrics": metrics}
+        return loss, {"model_output": kept, "loss": float(loss.detach()), "metrics": metrics}
 
     def _unlike(self, micro: Any, rows: Rows, logp_N: Tensor) -> dict[str, float]:
         """How many log-probs of what the policy wrote differ from the rollout's, and from verl's ``old_log_probs``.

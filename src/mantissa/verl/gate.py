@@ -250,7 +250,7 @@ def _formats(section: Any) -> dict[str, str]:
     mixed = get(engine, "mixed_precision") or {}
     learner, rollout = get(mixed, "param_dtype") or get(engine, "dtype", "bfloat16"), section.rollout.dtype
     if section.actor.strategy == "mantissa":
-        from mantissa.verl.engine_options import EngineOptions
+        from mantissa.verl.options import EngineOptions
 
         policy = EngineOptions.of(mixed).policy(str(engine.dtype))
         learner, rollout = policy.train, policy.rollout if section.rollout.name == "mantissa" else rollout

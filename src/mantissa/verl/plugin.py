@@ -9,11 +9,9 @@ from mantissa.verl.version import check_version, plugin_points
 check_version()
 
 with plugin_points():  # what is wrong with verl is said first
-    from mantissa.verl import agents, hooks, rollout
     from mantissa.verl import engine as engine
     from mantissa.verl import fsdp as fsdp
-    from mantissa.verl import transfer as transfer
+    from mantissa.verl import hooks, rollout
 
-    agents.register()
     hooks.register()
     rollout.register()

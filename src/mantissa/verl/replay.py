@@ -4,7 +4,7 @@
     trainer.v1.sampler.custom_sampler.name=OrderedReplayBuffer
 
 verl names prompts at random and takes rows in the order in which they were finished. The rows of a step are the same in
-a second run (``agents.py``), but a sum in another order ends in other bits. Here rows are ordered by prompt, in the
+a second run (``rollout.py``), but a sum in another order ends in other bits. Here rows are ordered by prompt, in the
 order in which the data loader gave them, and by their number in the group.
 
 verl hands a custom sampler no metric to filter groups by, so ``trainer.v1.sampler.sampler_kwargs`` holds it, with

@@ -3,25 +3,42 @@
 The replica is what verl starts servers with, beside the learner (hybrid) or on their own (standalone); the adapter is
 what it hands weights to, in the learner's process or in a worker beside a standalone server. Weights go to the server
 through Ray, as fp32 masters, once for each sync.
+
+Each request has the key of its draws. verl gives a request a random name, so a server could only count arrivals. Its
+agent loops know more: the trainer's step, the prompt's index in the data and the sample's number in its group. Those
+become ``seed`` among the sampling parameters; a loop of one's own does the same with ``Seeded`` as its first base.
+
+``rollout.checkpoint_engine.backend=mantissa_ray`` brings weights to standalone servers through Ray's object store.
+verl's own ways (NCCL, NIXL and others) need a GPU or another library; this one needs Ray alone, and so serves a CPU.
+The learner's first rank puts the weights into the store, a bucket at a time, and hangs each bucket's reference into a
+mailbox, an actor that lives for one sync; each worker beside a server takes them out in order. Such a worker reads no
+model configuration, so it has to be told of the plugin, whatever the backend:
+``rollout.checkpoint_engine.custom_backend_module=mantissa.verl.plugin``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+import uuid
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import ray
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
+from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
+from verl.experimental.agent_loop import agent_loop
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.plugin.platform import get_platform
 from verl.utils.device import get_device_name
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
 from mantissa.base.errors import MantissaError, say
+from mantissa.base.seeds import derive_seed
 from mantissa.verl.refusals import get, of_model, of_rollout, refuse
 from mantissa.verl.serving import Limits, Serving, sampling
 from mantissa.verl.wire import TENSOR, Setup
@@ -230,7 +247,117 @@ def setup_of(weights: dict[str, Tensor], rollout: Any) -> Setup:
     return setup
 
 
+def seed_of(fields: dict[str, Any]) -> int:
+    """Of one sample, from what verl's trainer says of it: step, index, and its number in the group.
+
+    The older trainer has no such number, and says the row's in the batch (``priority``).
+    """
+    sample = fields.get("session_id", fields.get("priority", 0))
+    return derive_seed(*(str(value) for value in (fields.get("global_steps"), fields.get("index"), sample)))
+
+
+class Seeded:
+    """A base that adds ``seed`` to what an agent loop is run with."""
+
+    async def run(self, sampling_params: dict[str, Any], **fields: Any) -> Any:
+        if self.rollout_config.name == "mantissa":  # type: ignore[attr-defined]
+            sampling_params = {**sampling_params, "seed": seed_of(fields)}
+        return await super().run(sampling_params, **fields)  # type: ignore[misc]
+
+
+class SeededSingleTurn(Seeded, SingleTurnAgentLoop):
+    """verl's ``single_turn_agent``."""
+
+
+class SeededTool(Seeded, ToolAgentLoop):
+    """verl's ``tool_agent``."""
+
+
+_Bucket = list[tuple[str, Tensor]]
+
+
+class Mailbox:
+    """References to buckets, in order, for any number of readers; ``None`` is the end."""
+
+    def __init__(self) -> None:
+        self._refs: list[Any] = []
+        self._more = asyncio.Condition()
+
+    async def put(self, refs: list[Any]) -> None:
+        """Hang in one reference (in a list, or Ray would resolve it), or ``[None]``."""
+        async with self._more:
+            self._refs += refs
+            self._more.notify_all()
+
+    async def get(self, number: int) -> list[Any]:
+        """The reference of this number, in a list, as soon as it is there."""
+        async with self._more:
+            await self._more.wait_for(lambda: len(self._refs) > number)
+            return [self._refs[number]]
+
+
+class RayCheckpointEngine(CheckpointEngine):
+    """One end of a sync, in a learner's rank or in a worker beside a server. ``is_master``: the learner's first."""
+
+    def __init__(self, bucket_size: int, is_master: bool = False) -> None:
+        self.bucket_size, self.is_master = bucket_size, is_master
+        self._mailbox: Any = None
+        self._made = False
+
+    def prepare(self) -> dict[str, Any]:
+        """Make the mailbox, on the master alone."""
+        if not self.is_master:
+            return {}
+        name = f"mantissa_weights_{uuid.uuid4().hex}"
+        self._mailbox, self._made = ray.remote(Mailbox).options(name=name, num_cpus=0).remote(), True
+        ray.get(self._mailbox.put.remote([]))  # it is there before its name is told
+        return {"mailbox": name}
+
+    @classmethod
+    def build_topology(cls, actors: int, rollouts: int, metadata: list[dict[str, Any]]) -> tuple[Any, Any]:
+        """The mailbox's name for each of both."""
+        name = next(each["mailbox"] for each in metadata if each)
+        return {"mailbox": [name] * actors}, {"mailbox": [name] * rollouts}
+
+    def init_process_group(self, mailbox: str) -> None:
+        self._mailbox = self._mailbox or ray.get_actor(mailbox)
+
+    def finalize(self) -> None:
+        if self._made:
+            ray.kill(self._mailbox)
+        self._mailbox, self._made = None, False
+
+    async def send_weights(self, weights: Iterator[tuple[str, Tensor]], global_steps: int | None = None) -> None:
+        """Every rank goes through ``weights``, for each may be gathered from all; the master sends."""
+        bucket: _Bucket = []
+        size = 0
+        for name, tensor in weights:
+            if not self.is_master:
+                continue
+            bucket.append((name, tensor.detach().to("cpu", copy=True)))
+            size += tensor.numel() * tensor.element_size()
+            if size >= self.bucket_size:
+                await self._mailbox.put.remote([ray.put(bucket)])
+                bucket, size = [], 0
+        if self.is_master:
+            await self._mailbox.put.remote([*([ray.put(bucket)] if bucket else []), None])
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Tensor]]:
+        """What was sent, one by one."""
+        number = 0
+        while True:
+            (ref,) = await self._mailbox.get.remote(number)
+            if ref is None:
+                return
+            for name, tensor in await ref:
+                yield name, tensor
+            number += 1
+
+
 def register() -> None:
-    """Tell verl of this rollout."""
+    """Tell verl of this rollout and of its way to send weights, and put its agent loops in the place of verl's two."""
+    agent_loop.register("single_turn_agent")(SeededSingleTurn)
+    agent_loop.register("tool_agent")(SeededTool)
+    CheckpointEngineRegistry.register("mantissa_ray")(RayCheckpointEngine)
     RolloutReplicaRegistry.register("mantissa", lambda: MantissaReplica)
     _ROLLOUT_REGISTRY["mantissa", "async"] = f"{ServerAdapter.__module__}.{ServerAdapter.__qualname__}"

@@ -5,7 +5,7 @@ the next one. What a request gets depends on its prompt, its parameters and its 
 kernels) not on its company, so turns are a matter of speed.
 
 The key is made of the job's seed, what the agent loop says of the request (``seed`` among its parameters: a function
-of step, prompt and sample; ``agents.py``) and the prompt's tokens. So a job that is run again, or resumed, samples the
+of step, prompt and sample; ``rollout.py``) and the prompt's tokens. So a job that is run again, or resumed, samples the
 same whatever the order of arrival. A request of another agent loop has no ``seed``: it is then keyed by how many with
 the same prompt came before it, which only repeats where they arrive alike.
 """
@@ -32,8 +32,8 @@ from mantissa.kernels import ResolvedPrecision, probe, resolve, rollout_kernels
 from mantissa.model import Tokenizer, load_tokenizer
 from mantissa.model.config import ModelConfig, read_config
 from mantissa.precision import PrecisionPolicy
-from mantissa.rl.adapters import load_any, refused_by_ours
-from mantissa.rl.transformers import as_policy, on_grid
+from mantissa.rl.engines import as_policy, on_grid
+from mantissa.rl.policy import load_any, refused_by_ours
 from mantissa.rollout import NativeEngine
 from mantissa.rollout.sampling import Completion, Request, SamplingParams
 from mantissa.rollout.transformers import PolicyEngine, any_config

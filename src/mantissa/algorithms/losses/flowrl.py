@@ -11,7 +11,7 @@ from torch import Tensor
 from mantissa.algorithms.aggregation import Accumulator
 from mantissa.algorithms.losses.base import Around, Loss, Masked, bounded_ratio
 from mantissa.base.config import Refusals
-from mantissa.precision.numerics import masked_mean, masked_sum
+from mantissa.precision import masked_mean, masked_sum
 
 _Bound = Annotated[float, Field(allow_inf_nan=True)]
 

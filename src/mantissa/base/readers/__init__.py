@@ -16,7 +16,7 @@
 | SQLite | ``sqlite`` | bytes of a value; seconds and bytes of rows, drawn; no views, triggers, virtual tables |
 | tokenizers | ``tokenizers`` | bytes, added tokens, and how much longer a text may become |
 
-Files and their bytes are drawn from the command's budget (``mantissa.base.budget``), and so is what is said so above.
+Files and their bytes are drawn from the command's budget (``mantissa.base.bounds``), and so is what is said so above.
 GGUF's is ``mantissa.model.gguf``: it knows the models that may be in it.
 """
 

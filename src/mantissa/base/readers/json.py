@@ -14,10 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mantissa.base.bounds import boundary
-from mantissa.base.budget import require_size
+from mantissa.base.bounds import Limits, boundary, opened, require_size
 from mantissa.base.errors import MantissaError
-from mantissa.base.readers.limits import Limits, opened
 
 DOCUMENT = Limits(256 << 20, 100, 10_000_000)  # state, settings, an index, an answer from a server
 ROW = Limits(64 << 20, 100, 10_000_000)

@@ -21,10 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mantissa.base.bounds import boundary
-from mantissa.base.budget import Budget, budget, memory, require_size
+from mantissa.base.bounds import Budget, Limits, boundary, budget, memory, require_size
 from mantissa.base.errors import MantissaError
-from mantissa.base.readers.limits import Limits
 
 LIMITS = Limits(4 << 30, 100, 400_000_000, rows=10_000_000)
 _BATCH_ROWS, _BATCH_BYTES = 256, 32 << 20

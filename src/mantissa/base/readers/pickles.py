@@ -29,8 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from mantissa.base.bounds import boundary
-from mantissa.base.budget import Budget, budget, memory, require_size
+from mantissa.base.bounds import Budget, boundary, budget, memory, require_size
 from mantissa.base.readers import zips
 
 LARGEST = zips.LARGEST  # bytes of a file, and of all tensors in one

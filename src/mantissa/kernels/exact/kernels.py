@@ -188,7 +188,8 @@ class ExactAttention(torch.autograd.Function):
         kv_fmt: NumberFormat,
         choice: AttentionChoice,
     ) -> Tensor:
-        k, v = round_cached(k_BKTD, kv_fmt), round_cached(v_BKTD, kv_fmt)
+        own = kv_fmt is fmt  # on whose grid keys and values are already
+        k, v = (x if own else round_cached(x, kv_fmt) for x in (k_BKTD, v_BKTD))
         length = q_BHTD.shape[2]
         q, k, v = _laid_out(q_BHTD, k, v, choice)
         out = _causal(q, k, v, length, length, fmt, choice)

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from mantissa.kernels.triton import LAUNCH, PROGRAMS, aligned, ceil_div
 from mantissa.precision import E4M3, SQUARE, BlockScaled, Fp8Policy, NumberFormat, dequantize
-from mantissa.precision.policy import BLOCK
+from mantissa.precision.schemes import BLOCK
 
 _LEAST = 8  # features of a row that fill 16 bytes in every dtype
 _GROUP = 8  # tiles of rows that go through the columns together: they find the weights in the L2 cache

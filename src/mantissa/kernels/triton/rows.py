@@ -121,7 +121,7 @@ def _rotated(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, turn: float) -> T
 
 
 def token_logprob(logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-prob of each token under softmax(logits / temperature), as ``mantissa.precision.numerics.token_logprob``.
+    """Log-prob of each token under softmax(logits / temperature), as ``mantissa.precision.token_logprob``.
 
     fp32 logits on the GPU, any leading shape; differentiable.
     """

@@ -52,9 +52,8 @@ from mantissa.base.readers.json import as_json, parse_json
 from mantissa.kernels import Kernels
 from mantissa.rollout.engine import CopiedPolicy, check_requests, check_version
 from mantissa.rollout.generation import StopStrings
-from mantissa.rollout.most_probable import MostProbable
 from mantissa.rollout.sampling import Completion, FinishReason, Request, SamplingParams, request_keys
-from mantissa.rollout.support import Support, encode_ids
+from mantissa.rollout.support import MostProbable, Support, encode_ids
 from mantissa.rollout.vllm.key import UNAUTHORIZED, known_key
 from mantissa.rollout.vllm.server import MOST_TOLD, VllmStart, WeightFolder, dtype_name, require_vllm, sample_weights
 from mantissa.rollout.vllm.worker import CodeKernels

@@ -16,7 +16,7 @@ How a rollout in fp8 is handed to vLLM: as a checkpoint that is quantised alread
 
 vLLM reads a block-quantised checkpoint as it stands: for each matrix its e4m3 codes and one fp32 scale for each
 128 x 128 of them (``NAME.weight``, ``NAME.weight_scale_inv``), what is not quantised by name. So it never rounds a
-weight itself: the learner's rule (``precision/blocks.py``) has made the codes, once, from the fp32 master.
+weight itself: the learner's rule (``precision/schemes.py``) has made the codes, once, from the fp32 master.
 
 Activations it quantises itself, at each product: e4m3, one fp32 scale for each 1 x 128, by the same rule but for blocks
 that are nearly zero (below 1e-10 on a GPU), which share a least scale. Only kernels that do it where it can be looked
@@ -41,13 +41,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mantissa.base.digest import digest
 from mantissa.base.errors import MantissaError
-from mantissa.base.tensors import write_tensors
+from mantissa.base.tensors import digest, write_tensors
 from mantissa.kernels.native import NativeKernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import E4M3, SQUARE, BlockScaled, Fp8Policy, quantize
-from mantissa.precision.policy import BLOCK
+from mantissa.precision.schemes import BLOCK
 
 EXTENSION = "mantissa.rollout.vllm.worker.WeightReader"
 FP8_CACHE = "fp8_e4m3 of scale 1"  # how an fp8 cache is named that is filled with keys and values as they are

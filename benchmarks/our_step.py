@@ -1,6 +1,6 @@
 """Mantissa's side of the RL step: a worker (see workers.py) around ``Run``, as ``mantissa train`` runs it.
 
-    python benchmarks/rl_step.py FOLDER --precision fp16 --threads 2 [--work pretrained --model MODEL]
+    python benchmarks/our_step.py FOLDER --precision fp16 --threads 2 [--work pretrained --model MODEL]
 
 A step is everything that ``mantissa train`` does in one: sample, grade, score under the learner (the measurement of the
 gap, which a trainer without it does not pay for), update, hand the weights over, write metrics and every completion.
@@ -29,7 +29,8 @@ from mantissa.model import Decoder, FreshModelConfig, character_tokenizer, save_
 from mantissa.rl import RunConfig, make_config
 from mantissa.rl.assemble import Parts, assemble
 from mantissa.rl.run import Run
-from mantissa.rl.step import open_source, settle, take_step
+from mantissa.rl.session import open_source
+from mantissa.rl.step import settle, take_step
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live, Trackers
 from mantissa.tasks import Grader, Problem, Reward, Verifier
@@ -169,7 +170,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.allocator == "kept" and not keep_freed_memory():
         raise SystemExit(
-            "rl_step.py: the allocator refused to keep freed memory; unset MALLOC_*, or --allocator default"
+            "our_step.py: the allocator refused to keep freed memory; unset MALLOC_*, or --allocator default"
         )
     torch.set_num_threads(arguments.threads)
     stepper = Stepper(arguments.folder, WORKS[arguments.work], arguments.precision, arguments.device, arguments.model)

@@ -43,12 +43,12 @@ from mantissa.kernels import (
 from mantissa.model import Decoder, ModelConfig, RopeScaling
 from mantissa.model.config import ExpertsShape
 from mantissa.precision import PrecisionPolicy
-from mantissa.rl.exact.plan import exact_plan
+from mantissa.rl.assemble import exact_plan
 from mantissa.rl.experience import Sequences
 from mantissa.rl.score import Packed, forward
 from mantissa.rollout import Call, NativeEngine, Request, SamplingParams
-from mantissa.rollout.engine import check_requests
-from mantissa.rollout.sampling import drawn_otherwise, sample, uniforms
+from mantissa.rollout.engine import check_requests, drawn_otherwise
+from mantissa.rollout.sampling import sample, uniforms
 from mantissa.rollout.support import Support
 
 _VERSION = 2

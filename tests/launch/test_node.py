@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from mantissa.base import node as module
 from mantissa.base.environ import STORE
-from mantissa.base.node import Failure, Node, Share
+from mantissa.launch import node as module
+from mantissa.launch.node import Failure, Node, Share
 from processes import alive, until
 
 PROGRAM = """
