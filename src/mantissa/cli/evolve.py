@@ -58,12 +58,12 @@ def evolve(
 
 
 def _profiles(values: dict[str, Any], folder: Path) -> None:
-    from mantissa.genesis.evolution.compare import HEADER, precision_row, profiles
+    from mantissa.genesis.evolution.compare import PROFILE_HEADER, precision_row, profiles
     from mantissa.runs.page import terminal
 
     rows = [precision_row(name, values, folder, progress).cells for name in profiles()]
     progress("")
-    screen().print(terminal(HEADER, rows))
+    screen().print(terminal(PROFILE_HEADER, rows))
 
 
 def _evolve(config: EvolutionConfig, folder: Path, seeds: int) -> None:

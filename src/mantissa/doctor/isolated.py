@@ -50,7 +50,10 @@ class Reading:
         self._path, self._limits = path, limits
         needed = ["mantissa.doctor.isolated", reader.partition(":")[0]]
         if (path / "config.yaml").is_file():
-            needed.append("mantissa.model.tokenizer")  # its torch alone takes a gigabyte of address space
+            needed += [
+                "mantissa.doctor.runs",
+                "mantissa.model.tokenizer",
+            ]  # its torch alone takes a gigabyte of address space
         if path.suffix == ".parquet" or (path.is_dir() and any(path.rglob("*.parquet"))):
             needed.append("pyarrow.parquet")
         self._child = Child(needed, limits)
