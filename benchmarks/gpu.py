@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 import torch
 from cost import peak_above
-from mantissa.rl.exact.plan import exact_plan
 from rows import ROOT
 from runner import Row, Rows, case
 from steps import decoder_config, interleaved, spread, step_rows, training_step
@@ -37,6 +36,7 @@ from mantissa.kernels.exact.gpu import ExactGpuKernels
 from mantissa.mismatch.intervals import Estimate
 from mantissa.model import Decoder
 from mantissa.precision import BF16, E4M3, FP16, FP32, PRESETS, BlockScaled, Fp8Policy, PrecisionPolicy
+from mantissa.rl.assemble import exact_plan
 from mantissa.rollout import NativeEngine, Request, SamplingParams
 from mantissa.runs.directory import RunDirectory
 

@@ -28,9 +28,10 @@ from mantissa.kernels import (
     resolve,
     rollout_kernels,
 )
+from mantissa.kernels.roles import emulated
 from mantissa.model import Decoder, Tokenizer, policy_weights, trained_parameters
 from mantissa.precision import PrecisionPolicy
-from mantissa.rl.assemble import build_engine, emulated, exact_plan, prove
+from mantissa.rl.assemble import build_engine, exact_plan, prove
 from mantissa.rl.config.run import RunConfig, make_config
 from mantissa.rl.config.sections import AlgorithmConfig, LossScalingConfig, OptimizerConfig, RolloutConfig
 from mantissa.rl.engines import as_policy, open_transformers

@@ -18,7 +18,6 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import ALONE, Ranks, be_deterministic, choose_device
 from mantissa.kernels import (
     WAYS,
-    Emulation,
     ExactPlan,
     Kernels,
     ModelShapes,
@@ -34,6 +33,7 @@ from mantissa.kernels import (
     resolve,
     rollout_kernels,
 )
+from mantissa.kernels.roles import emulated
 from mantissa.model import (
     Decoder,
     ModelConfig,
@@ -44,7 +44,6 @@ from mantissa.model import (
 )
 from mantissa.model.decoder import place
 from mantissa.precision import PrecisionPolicy
-from mantissa.precision.policy import Backend
 from mantissa.rl.ahead import shares
 from mantissa.rl.batch import Sampler
 from mantissa.rl.config.run import RunConfig
@@ -187,9 +186,7 @@ def _by_transformers(config: RunConfig, task: Task, device: torch.device, ranks:
     kernels = NativeKernels(policy.format)  # whose format alone is asked: transformers' code multiplies
     engine = PolicyEngine(policy, precision.rollout, config.rollout.slots, tokenizer.decode)
     copies = None
-    if section is not None:
-        assert precision.reference is not None
-        role = precision.reference
+    if section is not None and (role := precision.reference) is not None:
         copies = CopiedTransformers(policy, role)
         reference = ReferencePolicy(
             copies, NativeKernels(role.active), temperature=config.rollout.temperature,
@@ -424,22 +421,6 @@ def _longest(config: RunConfig, task: Task, room: int) -> int:
     for problem in task.split("warm_start") if warm else ():
         bounds.append(most_tokens(problem) + len((problem.solution or "").encode("utf-8", "surrogatepass")) + 1)
     return min(room, max(bounds, default=room))
-
-
-def emulated(precision: ResolvedPrecision, emulation: Emulation) -> ResolvedPrecision:
-    """The same formats, where the rollout's kernels have a serving engine's habits; the table says which."""
-    role, active = precision.rollout, precision.rollout.active
-    why = f"a serving engine's arithmetic, emulated: {emulation}; values on their grids in fp32"
-    if idle := emulation.idle(active):
-        why += f"; in {active} {', '.join(idle)} {'does' if len(idle) == 1 else 'do'} nothing"
-    rollout = dataclasses.replace(role, backend="simulated", reason=why, emulation=emulation)
-    logits = precision.logits
-    if emulation.logits is not None and active is not logits.active:
-        logits = dataclasses.replace(logits, reason=f"{logits.reason}; but the rollout's are rounded to {active}")
-    # On a GPU too: rounded in fp32.
-    held: Backend = "native" if precision.kv_cache.active.name == "fp32" else "simulated"
-    cache = dataclasses.replace(precision.kv_cache, backend=held)
-    return dataclasses.replace(precision, rollout=rollout, logits=logits, kv_cache=cache)
 
 
 def build_engine(

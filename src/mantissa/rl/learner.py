@@ -272,13 +272,9 @@ class Learner:
             nonlocal flips, choices
             row_N, column_N = part.mask_BR.nonzero(as_tuple=True)
 
-            def shown(start: int, logits_nV: Tensor) -> None:
-                here = slice(start, start + len(logits_nV))
-                assert look is not None
-                look(rows[row_N[here]], column_N[here], logits_nV)
-
+            shown = _placed(look, rows[row_N], column_N) if look is not None and len(rows) else None
             with torch.set_grad_enabled(keep):
-                passed = self.forward(part, self.kernels, entropies=True, look=shown if look and len(rows) else None)
+                passed = self.forward(part, self.kernels, entropies=True, look=shown)
             if keep:
                 graph_BR = torch.zeros(sequences.mask_BR.shape, dtype=torch.float32, device=rows.device)
                 graph_BR = graph_BR.index_put((rows[row_N], column_N), passed.logp_N)
@@ -435,6 +431,13 @@ class Learner:
 
         low = gradients_of(self.model, work(self.kernels))
         return flushed_fraction(low, gradients_of(self.model, work(NativeKernels(FP32))), self.ranks)
+
+
+def _placed(look: OnTokenLogits, row_N: Tensor, column_N: Tensor) -> Callable[[int, Tensor], None]:
+    """``look`` with the places of the tokens whose logits are shown, from the ``start``-th on."""
+    return lambda start, logits_nV: look(
+        row_N[start : start + len(logits_nV)], column_N[start : start + len(logits_nV)], logits_nV
+    )
 
 
 @dataclass(frozen=True)

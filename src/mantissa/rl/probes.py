@@ -107,9 +107,10 @@ class Flushed(Probe):
 class Diagnose(Probe):
     """Now and then, the doctor's answer on the step's log-probs, a row of the run's ``doctor.jsonl``."""
 
-    def __init__(self, config: RunConfig, learner: Learner, run: RunDirectory, note: Callable[[str], None]) -> None:
-        assert config.doctor is not None
-        self.every, self.steps = config.doctor.every, config.steps
+    def __init__(
+        self, config: RunConfig, every: int, learner: Learner, run: RunDirectory, note: Callable[[str], None]
+    ) -> None:
+        self.every, self.steps = every, config.steps
         self.learner, self.run, self.note = learner, run, note
         precision = config.precision
         rollout = config.rollout

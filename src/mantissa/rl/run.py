@@ -74,7 +74,7 @@ class Run:
         self.probes = self._probes()
         self.room = Reserve(folder.checkpoints, f"{folder.checkpoints}, where room for the next checkpoint is kept")
         self.seconds: dict[str, float] = {}  # of the present step, by phase
-        self.started: float | None = None  # when the present step was, its first try
+        self.started = 0.0  # when the present step was, its first try; 0: not yet
         self.at = 0  # the present step
 
     def _probes(self) -> list[Probe]:
@@ -94,7 +94,7 @@ class Run:
         if self.params.truncates and config.rollout.support == "kept":
             probes.append(KeptMass(learner))
         if config.doctor is not None:
-            probes.append(Diagnose(config, learner, self.folder, self.live.note))
+            probes.append(Diagnose(config, config.doctor.every, learner, self.folder, self.live.note))
         return [*probes, Flushed(learner)]
 
     @contextmanager

@@ -25,6 +25,7 @@ from mantissa.base.files import is_full
 from mantissa.mismatch.metrics import gap_metrics
 from mantissa.precision import masked_mean
 from mantissa.rl.batch import Batch
+from mantissa.rl.config.sections import EvaluationConfig
 from mantissa.rl.experience import Experience, Scored, Weighed
 from mantissa.rl.learner import Update, weigh
 from mantissa.rl.run import Run, hold_room, save, warn
@@ -33,7 +34,7 @@ from mantissa.runs.catalogue import undeclared
 
 _SILENT = 3  # first steps without any advantage after which it is said
 Row = dict[str, Any]
-Evaluate = Callable[[Run, int], Row]
+Evaluate = Callable[[Run, EvaluationConfig, int], Row]
 
 
 def take_step(run: Run, step: int, *, learns: bool = True, evaluate: Evaluate | None = None) -> Row:
@@ -120,7 +121,7 @@ def publish(
     warn(run, step, row)
     if config.evaluation and (step % config.evaluation.every == 0 or last):
         with run.timed("eval"), run.source.engine(run.learner.weights, run.learner.version):
-            row |= evaluate(run, step)
+            row |= evaluate(run, config.evaluation, step)
     with run.timed("sync"):  # after the evaluation, which would wait for the batch that this begins
         run.source.hand_over(step, run.learner.weights, run.learner.version)
     row |= _clock(run, batch, update.trained_tokens)
@@ -137,10 +138,8 @@ def publish(
     return row
 
 
-def accuracy(run: Run, step: int) -> Row:
+def accuracy(run: Run, evaluation: EvaluationConfig, step: int) -> Row:
     """Of held-out problems, by the present policy: greedy, and sampled where the recipe asks."""
-    evaluation = run.config.evaluation
-    assert evaluation is not None
     problems = run.heldout[: evaluation.problems]
     seed, greedy = run.config.seed, replace(run.params, temperature=0.0)
     version = run.learner.version
@@ -225,13 +224,12 @@ def _silence(run: Run, step: int, row: dict[str, float]) -> int:
 
 def _clock(run: Run, batch: Batch, trained_tokens: int) -> dict[str, float]:
     """Where the step's time went; the clock starts anew."""
-    assert run.started is not None
     row = {f"time/{phase}": seconds for phase, seconds in run.seconds.items()}
     row["time/step"] = time.perf_counter() - run.started
     if batch.seconds:  # none where a resume read the batch from its checkpoint
         row["rate/rollout_tokens_per_s"] = batch.metrics["rollout/tokens"] / batch.seconds["rollout"]
     row["rate/learner_tokens_per_s"] = trained_tokens / run.seconds["update"]
-    run.seconds, run.started = {}, None
+    run.seconds, run.started = {}, 0.0
     return row
 
 
