@@ -33,7 +33,7 @@ from mantissa.base.ranks import be_deterministic
 from mantissa.base.seeds import derive_seed
 from mantissa.bench.command import new_folder
 from mantissa.bench.options import PAIRS, GapConfig
-from mantissa.doctor.routers import routes
+from mantissa.doctor.dump import routes
 from mantissa.kernels import Emulation, ResolvedPrecision, learner_kernels, resolve, rollout_kernels
 from mantissa.kernels.roles import emulated
 from mantissa.mismatch.metrics import gap_estimates

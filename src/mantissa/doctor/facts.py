@@ -194,7 +194,7 @@ COUNTED = 1.5  # nats: of what differs by more, one sign alone is likely
 WORDS = 6  # different ones, at least, for a decision by them
 NOISE = 6.0  # times the usual: the largest |u| of noise
 
-# a mixture of experts (routers.py)
+# a mixture of experts (examine.py)
 FLYING = 0.3  # of sum (u / own sequence's size)^2 in a hundredth of the tokens: 0.09 to 0.18 without experts, 0.36 on
 THROUGHOUT = 0.5  # of a sequence's tokens beyond the usual: it differs throughout
 AT_A_PLACE = 0.25  # so much more of the first, or of the last tokens beyond the usual than of others: it is the place

@@ -83,7 +83,7 @@ def read_dump(path: Path, framework: str | None = None, names: Mapping[str, str]
         if not path.exists():
             raise MantissaError(f"{path}: no such file or folder; expected a run, or a dump of log-probs")
         if (path / "config.yaml").is_file() and (path / "rollouts").is_dir() and framework in (None, "mantissa"):
-            from mantissa.doctor.runs import read_run  # which imports the signatures too
+            from mantissa.doctor.runs import read_run  # a dump of others needs none of it
 
             dump = read_run(path, MOST_TOKENS)
         else:

@@ -191,9 +191,12 @@ def _of_some(whole: Evidence, some: Finding) -> Finding | None:
     odd = np.unique(whole.clean.sequence[np.isnan(some.rest)])
     alone = replace(whole.dump, sequences=[whole.dump.sequences[place] for place in odd.tolist()])
     part_of = Evidence.of(alone, whole.usual)
-    inner = cause_of(findings(part_of))
+    every = findings(part_of)
+    inner = cause_of(every)
     if inner is None or part(inner.name).of not in ("value", "law") or inner.name == "nondeterministic":
         return None
+    if _doubt(part_of, every, [inner]):
+        return None  # that they differ is known, and this is not
     sequences = len(np.unique(whole.clean.sequence))
     said = f"in {len(odd)} of {sequences} sequences: {inner.said}"
     return replace(inner, said=said, share=inner.share * some.share, rest=None, by_number=some.by_number)

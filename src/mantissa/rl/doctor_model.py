@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from mantissa.base.errors import MantissaError
-from mantissa.doctor.dump import Dump
-from mantissa.doctor.routers import routes
+from mantissa.doctor.dump import Dump, routes
 from mantissa.doctor.sides import AnyModel, Weights
 from mantissa.doctor.substitution import adapter_versions, plain_policy
 from mantissa.model import Decoder, Tokenizer, policy_weights, trained_parameters

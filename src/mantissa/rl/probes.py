@@ -19,8 +19,8 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.doctor import dump
 from mantissa.doctor.diagnosis import MEASURED
+from mantissa.doctor.dump import routes
 from mantissa.doctor.examine import examine as diagnose
-from mantissa.doctor.routers import routes
 from mantissa.kernels import WAYS, ExactPlan, Planned, Way
 from mantissa.mismatch.metrics import engine_share
 from mantissa.model import Decoder

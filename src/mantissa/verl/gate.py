@@ -37,9 +37,9 @@ from mantissa.base.errors import MantissaError, say
 from mantissa.base.files import write_atomically
 from mantissa.base.readers.json import read_json
 from mantissa.doctor.diagnosis import Diagnosis, Verdict
+from mantissa.doctor.dump import routes
 from mantissa.doctor.gate import Gate
 from mantissa.doctor.record import ScoredBatch, write_batch
-from mantissa.doctor.routers import routes
 from mantissa.verl.refusals import get
 from mantissa.verl.sync import SyncGate
 
