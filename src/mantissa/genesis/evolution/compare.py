@@ -98,8 +98,8 @@ def compare_rankings(
 
 
 SHIPPED = Path(__file__).with_name("profiles.yaml")
-HEADER = ("profile", "solved", "held-out", "trajectories", "fp32 loss", "fp16 loss", "fp16/fp32 loss", "overflow",
-          "fp16/fp32 time")  # fmt: skip
+PROFILE_HEADER = ("profile", "solved", "held-out", "trajectories", "fp32 loss", "fp16 loss", "fp16/fp32 loss",
+                  "overflow", "fp16/fp32 time")  # fmt: skip
 _ROUNDS = 5  # trainings of each precision, in turn; of the times the median counts
 
 
@@ -138,7 +138,7 @@ class ProfileRow:
 
     @property
     def cells(self) -> list[str]:
-        """A line under ``HEADER``."""
+        """A line under ``PROFILE_HEADER``."""
         return [
             self.profile, f"{self.solved} of {self.tasks}", f"{self.held_out:.2f}", str(self.trajectories),
             f"{self.fp32_loss:.4f}", f"{self.fp16_loss:.4f}", f"{self.fp16_loss / self.fp32_loss:.4f}",
