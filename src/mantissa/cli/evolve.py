@@ -10,7 +10,7 @@ import typer
 
 from mantissa.base.errors import MantissaError, say
 from mantissa.base.readers.yaml import parse_yaml
-from mantissa.cli import progress, screen, split
+from mantissa.cli import progress, screen, split, tell
 
 if TYPE_CHECKING:
     from mantissa.genesis.evolution import EvolutionConfig
@@ -85,7 +85,7 @@ def _evolve(config: EvolutionConfig, folder: Path, seeds: int) -> None:
 
 def _print_line(line: str) -> None:
     progress("")
-    say(line)
+    tell(line)
 
 
 def _values(overrides: list[str]) -> dict[str, Any]:
@@ -103,6 +103,7 @@ def _list() -> None:
     from mantissa.genesis.evolution import EvolutionConfig, shipped
     from mantissa.genesis.evolution.compare import profiles
 
-    say(f"tasks: {', '.join(shipped())}\nprofiles: {', '.join(profiles())}\nsettings:")
+    tell(f"tasks:  {', '.join(shipped())}\nprofiles:  {', '.join(profiles())}\nsettings:")
     for name, field in EvolutionConfig.model_fields.items():
-        say(f"  {name}={field.get_default(call_default_factory=True)!r}: {field.description or 'of every draw'}")
+        value = field.get_default(call_default_factory=True)
+        tell(f"  {name}={value!r}:  {field.description or 'of every draw'}")

@@ -98,17 +98,8 @@ def compare_rankings(
 
 
 SHIPPED = Path(__file__).with_name("profiles.yaml")
-PROFILE_HEADER = (
-    "profile",
-    "solved",
-    "held-out",
-    "trajectories",
-    "fp32 loss",
-    "fp16 loss",
-    "fp16/fp32 loss",
-    "overflow",
-    "fp16/fp32 time",
-)
+PROFILE_HEADER = ("profile", "solved", "held-out", "trajectories", "fp32 loss", "fp16 loss", "fp16/fp32 loss",
+                  "overflow", "fp16/fp32 time")  # fmt: skip
 _ROUNDS = 5  # trainings of each precision, in turn; of the times the median counts
 
 
