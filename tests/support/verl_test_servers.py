@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from mantissa.precision import E4M3, SQUARE, BlockScaled, dequantize, quantize
 from mantissa.verl import rollout
 
-_SCALES = "layers.{}.mlp.down_proj.weight.scales"
+_DOWN = "model.layers.{}.mlp.down_proj.weight"
 _LAST = "layers.1.mlp.down_proj.weight"
 
 
@@ -21,8 +22,8 @@ class ScaledServer(rollout.Server):
         await super().load(setup, weights, step)
         if step:
             held = self.serving._engine.weights
-            first, second = (next(name for name in held if name.endswith(_SCALES.format(layer))) for layer in (0, 1))
-            held[second].copy_(held[first])
+            first, second = (quantize(held[_DOWN.format(layer)], E4M3, SQUARE) for layer in (0, 1))
+            held[_DOWN.format(1)].copy_(dequantize(BlockScaled(second.codes, first.scales), SQUARE))
 
 
 def use_scaled_servers() -> None:
