@@ -24,7 +24,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.kernels import learner_kernels, resolve
 from mantissa.model import load_model, load_tokenizer, save_model
 from mantissa.precision import PrecisionPolicy
-from mantissa.rl.exact.plan import exact_plan
+from mantissa.rl.assemble import exact_plan
 from mantissa.rl.experience import Sequences
 from mantissa.rl.score import forward, forward_transformers
 from mantissa.rollout.transformers import load_transformers

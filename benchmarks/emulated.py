@@ -26,13 +26,14 @@ from mantissa.base.ranks import be_deterministic
 from mantissa.bench.gap import encode, read_prompts
 from mantissa.bench.options import GapConfig
 from mantissa.kernels import EmulatedKernels, Emulation, Kernels, SimulatedKernels, resolve, rollout_kernels
+from mantissa.kernels.roles import emulated as with_emulation
 from mantissa.model import policy_weights
 from mantissa.precision import PrecisionPolicy, format_named
-from mantissa.rl.adapters import open_policy, policy_folder
-from mantissa.rl.assemble import build_engine, on_vllm
-from mantissa.rl.assemble import emulated as with_emulation
+from mantissa.rl.assemble import build_engine
 from mantissa.rl.config.sections import RolloutConfig
+from mantissa.rl.engines import on_vllm
 from mantissa.rl.experience import Experience
+from mantissa.rl.policy import open_policy, policy_folder
 from mantissa.rl.score import Scorer
 from mantissa.rollout import Request, SamplingParams, VllmEngine
 

@@ -28,8 +28,8 @@ from mantissa.base.environ import keep_freed_memory
 from mantissa.kernels import ModelShapes, learner_kernels, plan_exact, resolve, rollout_kernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import PrecisionPolicy
-from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.experience import Sequences
+from mantissa.rl.policy import open_policy, policy_folder
 from mantissa.rl.score import forward
 from mantissa.rollout import NativeEngine, Request, SamplingParams
 from mantissa.training import adamw

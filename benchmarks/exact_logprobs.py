@@ -26,9 +26,9 @@ from runner import Row, Rows, case
 from mantissa.kernels import learner_kernels, resolve, rollout_kernels
 from mantissa.model import LoraConfig, policy_weights
 from mantissa.precision import PrecisionPolicy
-from mantissa.rl.adapters import open_policy
-from mantissa.rl.exact.plan import exact_plan
+from mantissa.rl.assemble import exact_plan
 from mantissa.rl.experience import Sequences
+from mantissa.rl.policy import open_policy
 from mantissa.rl.score import forward
 from mantissa.rollout import NativeEngine, Request, SamplingParams
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from mantissa.rl.collect.sampler import by_group
 from runner import Rows, case
 
 from mantissa.rl.assemble import assemble
+from mantissa.rl.batch import by_group
 from mantissa.rl.config.run import make_config
 from mantissa.runs.directory import RunDirectory
 

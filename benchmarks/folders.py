@@ -22,7 +22,7 @@ from runner import Row, Rows, case
 from mantissa.doctor.dump import Scored, Settings
 from mantissa.doctor.sides import Scores, Side
 from mantissa.doctor.substitution import Substitution, hypotheses, substitute
-from mantissa.rl.adapters import open_policy, policy_folder
+from mantissa.rl.policy import open_policy, policy_folder
 from mantissa.runs.directory import RunDirectory, place
 from mantissa.runs.gap_page import COMPLETIONS, ROWS, read_gap
 from mantissa.runs.metrics import PHASES

@@ -36,7 +36,7 @@ from mantissa.kernels.exact.gpu import ExactGpuKernels
 from mantissa.mismatch.intervals import Estimate
 from mantissa.model import Decoder
 from mantissa.precision import BF16, E4M3, FP16, FP32, PRESETS, BlockScaled, Fp8Policy, PrecisionPolicy
-from mantissa.rl.exact.plan import exact_plan
+from mantissa.rl.assemble import exact_plan
 from mantissa.rollout import NativeEngine, Request, SamplingParams
 from mantissa.runs.directory import RunDirectory
 

@@ -25,7 +25,7 @@ from mantissa.kernels import resolve
 from mantissa.kernels.cpu import measured, products
 from mantissa.model import Decoder
 from mantissa.precision import PrecisionPolicy
-from mantissa.rl.adapters import open_policy, policy_folder
+from mantissa.rl.policy import open_policy, policy_folder
 
 POLICIES = {
     "fp32": PrecisionPolicy.parse("fp32"),

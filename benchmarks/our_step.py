@@ -29,7 +29,8 @@ from mantissa.model import Decoder, FreshModelConfig, character_tokenizer, save_
 from mantissa.rl import RunConfig, make_config
 from mantissa.rl.assemble import Parts, assemble
 from mantissa.rl.run import Run
-from mantissa.rl.step import open_source, settle, take_step
+from mantissa.rl.session import open_source
+from mantissa.rl.step import settle, take_step
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live, Trackers
 from mantissa.tasks import Grader, Problem, Reward, Verifier

@@ -101,7 +101,7 @@ def saved(name: str, folder: Path) -> Path:
     if Path(name).is_dir():
         return Path(name)
     from mantissa.model import save_model
-    from mantissa.rl.adapters import open_policy, policy_folder
+    from mantissa.rl.policy import open_policy, policy_folder
 
     save_model(*open_policy(policy_folder(name), None, 0), folder)
     return folder

@@ -21,8 +21,7 @@ from mantissa.rl.assemble import Parts
 from mantissa.rl.config.run import RunConfig, make_config
 from mantissa.rl.learner import Learner
 from mantissa.rl.run import Run
-from mantissa.rl.step import perfectible
-from mantissa.rl.warm_start import warm_start
+from mantissa.rl.session import perfectible, warm_start
 from mantissa.runs.catalogue import METRICS, TRAINER_METRICS, undeclared
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live, Trackers

@@ -177,11 +177,10 @@ def _native(folder: Path, settings: Seen, data: Any) -> tuple[Seen, dict[str, An
     """The native learner's FlowRL step on the whole batch in one process: its numbers, and the first moments."""
     import torch
 
-    from mantissa.algorithms import AlgorithmConfig
     from mantissa.kernels import NativeKernels
     from mantissa.model import load_model
     from mantissa.precision import FP32
-    from mantissa.rl.config.sections import OptimizerConfig
+    from mantissa.rl.config.sections import AlgorithmConfig, OptimizerConfig
     from mantissa.rl.experience import Sequences, Weighed
     from mantissa.rl.learner import Learner
     from mantissa.rl.score import ReferencePolicy
@@ -399,7 +398,7 @@ def sync(folder: Path, rank: int, world: int) -> Seen:
     import torch
 
     import verl_engines as ve
-    from mantissa.base.digest import digest
+    from mantissa.base.tensors import digest
     from mantissa.verl.sync import _slices_of, _whole_of
 
     data, loss, seen = ve.batch(rank, world), ve.loss_of(), {}

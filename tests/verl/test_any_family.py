@@ -15,9 +15,9 @@ from torch import Tensor
 from mantissa.base.errors import MantissaError
 from mantissa.model import byte_tokenizer
 from mantissa.precision import PrecisionPolicy
+from mantissa.rl.engines import as_policy
 from mantissa.rl.experience import Sequences
 from mantissa.rl.score import forward_transformers
-from mantissa.rl.transformers import as_policy
 from mantissa.rollout.transformers import TransformersPolicy, load_transformers
 from mantissa.verl.options import EngineOptions
 from mantissa.verl.refusals import refuse

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mantissa.base.digest import digest
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.safetensors import read_tensors
+from mantissa.base.tensors import digest
 from mantissa.doctor.held import held
 from mantissa.doctor.sync import FIRST
 from mantissa.doctor.weights import ARRIVED, compare

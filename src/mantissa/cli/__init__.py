@@ -21,12 +21,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mantissa import __version__
-from mantissa.base.bounds import boundary
-from mantissa.base.budget import spending
+from mantissa.base.bounds import boundary, spending
 from mantissa.base.environ import Heartbeat, spin_briefly
 from mantissa.base.errors import MantissaError, missing, printable, say, visible
 from mantissa.base.hub import HUB, find_model
-from mantissa.base.shipped import find_recipe
+from mantissa.base.readers.yaml import find_recipe
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -122,7 +122,7 @@ def _on_verl(recipe: Path | None, overrides: list[str], said: dict[str, Any], dr
         raise MantissaError("--trust-network does nothing with --on verl but for --local; leave it out")
     if working_dir is not None and not working_dir.is_dir():
         raise MantissaError(f"--working-dir {working_dir}: expected a folder")
-    from mantissa.base.shipped import find_recipe
+    from mantissa.base.readers.yaml import find_recipe
     from mantissa.launch import launch_file, load_options
     from mantissa.launch.export import export
     from mantissa.rl import load_recipe

@@ -30,8 +30,8 @@ import torch
 
 from mantissa.adopted import Adopted
 from mantissa.adopted import adopt as adopted_model
-from mantissa.base.digest import Digest, digest
 from mantissa.base.errors import MantissaError
+from mantissa.base.tensors import Digest, digest
 from mantissa.doctor.gate import Gate
 from mantissa.doctor.held import Held, Source, Stored, held
 from mantissa.doctor.record import ScoredBatch, write_batch

@@ -43,12 +43,12 @@ from mantissa.base.ranks import Ranks, be_deterministic
 from mantissa.kernels import ExactPlan, Kernels, NativeKernels, ResolvedPrecision, learner_kernels, resolve
 from mantissa.model import Decoder, load_model, policy_weights
 from mantissa.model.decoder import place
-from mantissa.rl.adapters import load_any, refused_by_ours
+from mantissa.rl.assemble import exact_plan, prove
 from mantissa.rl.config.sections import LossScalingConfig
-from mantissa.rl.exact.plan import exact_plan, prove
+from mantissa.rl.engines import as_policy, on_grid
+from mantissa.rl.policy import load_any, refused_by_ours
 from mantissa.rl.score import Entropies, Forward, forward
-from mantissa.rl.terms.flow import Flow
-from mantissa.rl.transformers import as_policy, on_grid
+from mantissa.rl.terms.small import Flow
 from mantissa.rollout.transformers import TransformersPolicy, place_transformers, positions_of
 from mantissa.training import Backward, OptimizerStep, adamw, master_weights, where_nonfinite
 from mantissa.verl.batch import Rows, by_temperature

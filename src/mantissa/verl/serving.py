@@ -32,8 +32,8 @@ from mantissa.kernels import ResolvedPrecision, ResolvedRole, probe, resolve, ro
 from mantissa.model import Tokenizer, load_tokenizer
 from mantissa.model.config import ModelConfig, read_config
 from mantissa.precision import E4M3, SQUARE, Fp8Policy, PrecisionPolicy, Quantized, dequantize, quantize
-from mantissa.rl.adapters import load_any, refused_by_ours
-from mantissa.rl.transformers import as_policy, on_grid
+from mantissa.rl.engines import as_policy, on_grid
+from mantissa.rl.policy import load_any, refused_by_ours
 from mantissa.rollout import NativeEngine
 from mantissa.rollout.sampling import Completion, Request, SamplingParams
 from mantissa.rollout.transformers import PolicyEngine, any_config

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from mantissa.base.digest import Digest, digest, partial
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.safetensors import read_tensors
+from mantissa.base.tensors import Digest, digest, partial
 from mantissa.doctor.held import held
 from mantissa.doctor.sync import Seen, SyncProof, source_of, verdict, wanted, with_scales
 from mantissa.doctor.weights import Outcome, compare, plain_name

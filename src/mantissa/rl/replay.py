@@ -43,7 +43,7 @@ from mantissa.kernels import (
 from mantissa.model import Decoder, ModelConfig, RopeScaling
 from mantissa.model.config import ExpertsShape
 from mantissa.precision import PrecisionPolicy
-from mantissa.rl.exact.plan import exact_plan
+from mantissa.rl.assemble import exact_plan
 from mantissa.rl.experience import Sequences
 from mantissa.rl.score import Packed, forward
 from mantissa.rollout import Call, NativeEngine, Request, SamplingParams

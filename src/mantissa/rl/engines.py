@@ -1,12 +1,14 @@
-"""The parts of a run whose policy is by transformers' own code (``rollout.engine=transformers``).
+"""What is of one engine alone: of vLLM its roles and its server, and of transformers' own code a whole policy.
 
-With exact kernels one adopted model (``mantissa.adopt``) is both policies. With fast ones transformers' own code learns
-from fp32 masters, cast where they are used, and samples from a copy in the rollout's format.
+Of ``rollout.engine=transformers``: with exact kernels one adopted model (``mantissa.adopt``) is both policies. With
+fast ones transformers' own code learns from fp32 masters, cast where they are used, and samples from a copy in the
+rollout's format.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +18,11 @@ from mantissa.adopted import Adopted, Plans, adopt
 from mantissa.base.errors import MantissaError
 from mantissa.base.hub import find_model
 from mantissa.kernels import ResolvedPrecision, ResolvedRole, resolve
-from mantissa.model import Tokenizer, load_tokenizer
-from mantissa.precision import BF16, FP16, FP32, NumberFormat, PrecisionPolicy, is_on_grid
-from mantissa.rl.adapters import policy_folder
+from mantissa.model import Decoder, ModelConfig, Tokenizer, load_tokenizer
+from mantissa.precision import BF16, E4M3, FP16, FP32, NumberFormat, PrecisionPolicy, is_on_grid
+from mantissa.rl.config.sections import RolloutConfig
+from mantissa.rl.policy import policy_folder
+from mantissa.rollout import VllmStart, serve_vllm
 from mantissa.rollout.transformers import (
     CopiedTransformers,
     PolicyEngine,
@@ -144,3 +148,61 @@ def on_grid(role: str, model: Any, fmt: NumberFormat, device: torch.device) -> s
     if not bool(is_on_grid(logits, fmt).all()) or (fmt is FP32 and narrow is not FP32):
         raise MantissaError(f"the {role} was to compute in {fmt}, and its {logits.numel():,} logits are in {narrow}")
     return f"{logits.numel():,} logits of transformers' own on {fmt}'s grid"
+
+
+def on_vllm(precision: ResolvedPrecision) -> ResolvedPrecision:
+    """The same formats, where the rollout's are vLLM's own arithmetic and not this package's kernels."""
+    rollout = "vLLM's own kernels and sum order"
+    if (fp8 := precision.rollout.fp8) is not None:
+        rollout = (
+            f"vLLM's own fp8 kernels: products of e4m3 in blocks of 128, base {fp8.base}; weights of our quantising"
+        )
+    operands = "fp32" if precision.rollout.active is FP32 else "half"
+    logits = f"{operands} operands, fp32 result, fp32 log-softmax; vLLM's head is told to be fp32"
+    if precision.logits.active.name != "fp32":
+        logits = f"asked for: rounded to {precision.logits.active} on both sides, by vLLM's head too"
+    cache = "vLLM's cache, in the rollout's format"
+    if precision.kv_cache.active is E4M3:
+        cache = "asked for: vLLM's e4m3 cache without scales, so beyond 448 saturated" + (
+            "; digits cut off, not rounded" if precision.device == "cpu" else ""
+        )
+    said = {"rollout": rollout, "logits": logits, "kv_cache": cache}
+    roles: dict[str, Any] = {
+        role: dataclasses.replace(getattr(precision, role), backend="native", reason=why) for role, why in said.items()
+    }
+    return dataclasses.replace(precision, **roles)
+
+
+def vllm_start(
+    rollout: RolloutConfig, precision: ResolvedPrecision, model: ModelConfig, device: torch.device
+) -> VllmStart:
+    """What the recipe asks a vLLM to be."""
+    return VllmStart(
+        model,
+        precision.rollout.active,
+        precision.logits.active,
+        slots=rollout.slots,
+        max_length=model.max_position_embeddings,
+        device=device,
+        sleeps=rollout.vllm.sleep,
+        cache=precision.kv_cache.active,
+        fp8=precision.rollout.fp8,
+    )
+
+
+def serve_engine(
+    rollout: RolloutConfig,
+    precision: ResolvedPrecision,
+    model: ModelConfig,
+    device: torch.device,
+    *,
+    host: str,
+    port: int,
+    folder: str | None,
+    ready: Callable[[str], None],
+) -> int:
+    """A vLLM server for runs of a recipe, until it ends or is interrupted; returns its exit code."""
+    with torch.device("meta"):
+        shapes = {name: weight.to(precision.rollout.active.dtype) for name, weight in Decoder(model).named_parameters()}
+    start = vllm_start(rollout, precision, model, device)
+    return serve_vllm(start, shapes, host=host, port=port, folder=folder, ready=ready)

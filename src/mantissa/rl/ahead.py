@@ -36,8 +36,7 @@ from torch import Tensor
 
 from mantissa.base.bounds import boundary, count, number
 from mantissa.base.errors import MantissaError
-from mantissa.rl.collect.batch import Batch, Collector, Sample, Sampler, SyncSource, Weights
-from mantissa.rl.collect.completions import Completions
+from mantissa.rl.batch import Batch, Collector, Completions, Sample, Sampler, SyncSource, Weights
 from mantissa.rollout import RolloutEngine
 from mantissa.tasks import Problem, Reward
 

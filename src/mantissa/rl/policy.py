@@ -1,4 +1,4 @@
-"""A run with low-rank adapters: where its base and its first adapters come from, and what keeps the base the same.
+"""A run's policy: where it comes from, fresh or opened, and what keeps the base of its low-rank adapters the same.
 
 Checkpoints hold the adapters and their optimiser alone. The base is
 
@@ -13,18 +13,25 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
+from pydantic import Field, model_validator
+
+from mantissa.base.bounds import require_memory
+from mantissa.base.config import Config
 from mantissa.base.errors import MantissaError
 from mantissa.base.hub import cached, find_model, hub_name
 from mantissa.base.seeds import generator
 from mantissa.model import (
     Decoder,
+    FreshModelConfig,
     LoraConfig,
     Tokenizer,
     attach,
     base_digest,
     base_parameters,
+    byte_tokenizer,
+    character_tokenizer,
     is_adapter,
     load_adapter,
     load_model,
@@ -35,9 +42,34 @@ from mantissa.model import (
     training_base,
 )
 from mantissa.model.config import OtherFamilyError, read_config
-from mantissa.rl.config.sections import ModelSource
 from mantissa.runs.directory import RunDirectory
+from mantissa.tasks import Task
 from mantissa.training import load_weights
+
+
+class ModelSource(Config):
+    """Where the policy comes from: exactly one of ``path`` and ``fresh``."""
+
+    path: str | None = Field(
+        None,
+        description="Hugging Face folder, a run's folder, an adapter's folder, FILE.gguf, package:NAME (an installed "
+        "package that ships one GGUF file), or hub:ORG/NAME, a model of the Hugging Face hub.",
+    )
+    fresh: FreshModelConfig | None = Field(None, description="A new policy of this shape with random weights.")
+    tokenizer: Literal["bytes", "characters"] | None = Field(
+        None, description="A fresh policy's: every byte (the default), or the characters of a generated task."
+    )
+    lora: LoraConfig | None = Field(None, description="None: every weight trains, and there are no adapters.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.fresh is None):
+            raise ValueError("expected exactly one of model.path and model.fresh; set the other to null")
+        if self.path is not None and self.tokenizer is not None:
+            raise ValueError("model.tokenizer does nothing beside model.path, which brings its own; leave it out")
+        if self.fresh is not None and self.lora is not None and self.lora.path is not None:
+            raise ValueError("model.lora.path belongs to a base: give that as model.path, not model.fresh")
+        return self
 
 
 def policy_folder(path: str) -> str:
@@ -183,3 +215,28 @@ class FrozenBase:
             return str(self._run.base_path.resolve())
         base = locate(policy_folder(self._source.path), self._source.lora)[0]
         return str(Path(base).resolve()) if Path(base).exists() else hub_name(base)
+
+
+_BYTES_A_WEIGHT = 10  # fp32, its gradient, and two moments of 8 bits
+
+
+def load_policy(source: ModelSource, task: Task, seed: int) -> tuple[Decoder, Tokenizer]:
+    """The policy's fp32 masters, adapters attached where the recipe asks for them, and its tokenizer."""
+    if source.path is not None:
+        try:
+            return open_policy(policy_folder(source.path), source.lora, seed)
+        except OtherFamilyError as error:
+            raise MantissaError(f"{error}; rollout.engine=transformers runs it by transformers' own code") from None
+    assert source.fresh is not None  # the configuration's own check
+    tokenizer = byte_tokenizer()
+    if source.tokenizer == "characters":
+        if task.alphabet is None:
+            raise MantissaError(f"model.tokenizer=characters: task {task.name} has no alphabet of its own; use bytes")
+        tokenizer = character_tokenizer(task.alphabet)
+    shape = source.fresh.model(tokenizer.vocab_size)
+    what = f"model.fresh: {shape.parameters:,} parameters with gradients and moments"
+    require_memory(_BYTES_A_WEIGHT * shape.parameters, what, "make it smaller")
+    model = Decoder(shape).initialize(generator(seed, "weights"))
+    if source.lora is not None:
+        attach(model, source.lora.shape(), generator(seed, "lora"))
+    return model, tokenizer
