@@ -36,7 +36,6 @@ FREE = f"{ACTOR}.fsdp_config.mixed_precision"
 SIZE = ("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16", f"{ROLLOUT}.temperature=0.7")
 FSDP = (f"{ACTOR}.strategy=mantissa_fsdp2", f"{FREE}.param_dtype=fp16", f"{ROLLOUT}.dtype=float16")
 LORA = (f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=all-linear", f"{MODEL}.lora.merge=True")
-FP8 = (f"{ACTOR}.strategy=mantissa", f"+{FREE}={{precision:fp8-rollout,length:48}}")
 EXPERTS = MappingProxyType(
     {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 )
@@ -80,7 +79,6 @@ FAULTS = {
     "softcap": Fault("logits not capped at 30", None, 0, family="gemma2"),
     "temperature": Fault("log-probs from before the temperature", None, 0),
     "adapter": Fault("an adapter dropped (LoRA, merged)", None, server="stale", overrides=(*FSDP, *LORA)),
-    "scales": Fault("fp8 scales of another layer", "scales", overrides=FP8, rollout="mantissa"),
     **{
         f"vllm-{name}": Fault(f"verl's vLLM: {what}", said, overrides=(*FSDP, *VLLM), rollout="vllm")
         for name, what, said in (
