@@ -1,10 +1,10 @@
 """Faults put into real jobs of verl's trainer under ``+trainer.gate=stop``: what stopped each, at which step.
 
-    python benchmarks/gate_jobs.py                    # every fault, in the environment of make test-verl
-    python benchmarks/gate_jobs.py sign expert        # these
-    python benchmarks/gate_jobs.py --look logprobs    # servers hide their weights: log-probs alone
-    python benchmarks/gate_jobs.py vllm-layer ...     # in that of make test-verl-vllm
-    python benchmarks/gate_jobs.py turns long         # faults in turn under gate=warn:1, and 100 healthy steps
+    python benchmarks/verl_gate.py                    # every fault, in the environment of make test-verl
+    python benchmarks/verl_gate.py sign expert        # these
+    python benchmarks/verl_gate.py --look logprobs    # servers hide their weights: log-probs alone
+    python benchmarks/verl_gate.py vllm-layer ...     # in that of make test-verl-vllm
+    python benchmarks/verl_gate.py turns long         # faults in turn under gate=warn:1, and 100 healthy steps
 
 A row a job. The policy is of two layers and was first taught sums, so that its distributions are a trained one's; both
 sides compute in fp16. A fault comes with the sync of step 1, after a look at a healthy batch, or is there from the
@@ -35,8 +35,7 @@ from verl_job import ACTOR, MODEL, ROLLOUT, VLLM, Job, make_inputs, run_job
 FREE = f"{ACTOR}.fsdp_config.mixed_precision"
 SIZE = ("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16", f"{ROLLOUT}.temperature=0.7")
 FSDP = (f"{ACTOR}.strategy=mantissa_fsdp2", f"{FREE}.param_dtype=fp16", f"{ROLLOUT}.dtype=float16")
-LORA = (f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=all-linear", f"+{MODEL}.lora.merge=True")
-FP8 = (f"{ACTOR}.strategy=mantissa", f"+{FREE}={{precision:fp8-rollout,length:48}}")
+LORA = (f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=all-linear", f"{MODEL}.lora.merge=True")
 EXPERTS = MappingProxyType(
     {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 )
@@ -80,7 +79,6 @@ FAULTS = {
     "softcap": Fault("logits not capped at 30", None, 0, family="gemma2"),
     "temperature": Fault("log-probs from before the temperature", None, 0),
     "adapter": Fault("an adapter dropped (LoRA, merged)", None, server="stale", overrides=(*FSDP, *LORA)),
-    "scales": Fault("fp8 scales of another layer", "scales", overrides=FP8, rollout="mantissa"),
     **{
         f"vllm-{name}": Fault(f"verl's vLLM: {what}", said, overrides=(*FSDP, *VLLM), rollout="vllm")
         for name, what, said in (
