@@ -52,7 +52,7 @@ test-slow: $(STAMP)
 # Two hundred SIGKILLs at random instants: nothing is destroyed, and what is gone on with ends equal. Some ninety minutes on
 # a machine with other work. SEED=N draws other instants; the seed is printed.
 test-kills: $(STAMP)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python tests/kills.py $(if $(SEED),--seed $(SEED))
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/support:benchmarks $(BIN)/python tests/kills.py $(if $(SEED),--seed $(SEED))
 
 # The numeric tests as on other processors: libraries held to older instructions, other products, one and two threads.
 test-machines: $(STAMP)
@@ -70,7 +70,7 @@ test-variants: $(STAMP)
 test-fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m fuzz --numprocesses=2
 
-# Some ten thousand others of whatever reads a foreign file, each measured: 20 s and 2 GB. SEED=N draws others.
+# Some ten thousand others of whatever reads a foreign file, of each as many, measured: 20 s and 2 GB. SEED=N draws others.
 test-inputs: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support:tests/fuzz:benchmarks $(BIN)/python tests/fuzz/inputs.py $(if $(SEED),--seed $(SEED))
 

@@ -22,9 +22,8 @@ from typing import Any, Literal
 from runner import Row, Rows, case
 
 from mantissa.genesis.evolution import EvolutionConfig
-from mantissa.genesis.evolution.compare import compare_rankings
+from mantissa.genesis.evolution.compare import compare_rankings, precision_row, profiles
 from mantissa.genesis.evolution.loop import Evolution
-from mantissa.genesis.evolution.profiles import precision_row, profiles
 from mantissa.genesis.worldmodel import WorldModel, cross_validate
 
 Part = Literal["worldmodel", "ranking", "profiles"]

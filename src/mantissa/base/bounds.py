@@ -10,15 +10,15 @@ one document may be, whichever its format.
 A limit for each file does not bound a command: a thousand files, each just below it, are a thousand times as much. So
 ``Budget`` holds for all that a command reads: files, their bytes, bytes that are made of them, processor seconds where
 few bytes can ask for many. What is made and how long it takes may grow with the bytes that were read, to a
-ceiling for each file, so a small one that asks for gigabytes is refused whoever reads it. Where a library
-makes something at once and cannot be counted meanwhile, ``memory`` bounds its address space and ``call`` its seconds.
+ceiling for each file, so a small one that asks for gigabytes is refused whoever reads it. What a library makes at once
+and nobody can count meanwhile is made in a process of its own (``readers/child.py``); a tokenizer, at work here, has
+seconds (``call``).
 
 The command line sets one for each command (``spending``); used as a library, each reading has one of its own.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import resource
@@ -173,33 +173,14 @@ def regular_file(path: Path) -> bool:
 
 
 T = TypeVar("T")
-
-
 What = Literal["files", "bytes", "made", "seconds"]
-
-
-_AT_ONCE = 1 << 30  # bytes that a library may take in one block of ``memory``
-
-
 # What a byte that is read may become, in bytes: parquet keeps a mask, or a prompt that is repeated, in a hundredth.
 _TIMES = 200
-
-
 _MOST_MADE = 7 << 29  # bytes that a file may bring with it so, however large it is: with what is always there 4 GiB
-
-
 _PACE = 2e6  # bytes of a file that a second may take: a tenth of what a slow reader does
-
-
 _LEAST = 256 << 20  # bytes that the machine must have left for more to be read
-
-
 _LOOK = 64 << 20  # bytes that are made between two looks at that
-
-
-_GRACE_S = 0.2  # for a thread that was told to end
-
-
+_LARGE = 32 << 20  # bytes: what takes a second or more to parse
 _WORDS: dict[What, str] = {
     "files": "files", "bytes": "bytes of files", "made": "bytes in memory", "seconds": "seconds of the processor"
 }  # fmt: skip
@@ -284,70 +265,29 @@ def require_size(path: Path, most: int, spent: Budget | None = None, *, weights:
     return about.st_size
 
 
-@contextmanager
-def memory(most: int = _AT_ONCE) -> Iterator[None]:
-    """``MemoryError`` in the block where it would take more than ``most`` bytes of address space beyond what there is,
-    whichever library asks for it. Not around tokenizers: Rust ends the process where it is refused memory.
-
-    In the main thread alone, since the limit is the whole process's and its other threads may be at work.
-    """
-    taken = address_space()
-    if taken is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before, hard = resource.getrlimit(resource.RLIMIT_AS)
-    bounds = [each for each in (taken + most, before, hard) if each != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min(bounds), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (before, hard))
-
-
 def call(function: Callable[[], T], seconds: float) -> T:
     """What ``function`` gives, called in a thread of its own; ``TimeoutError`` after ``seconds``.
 
-    The thread is told to end, which Python code does; one that is in a call into C is left behind, at work until that
-    is over, or the process is. The call must let other threads go on.
+    The thread is then left behind, at work until its call is over, or the process is. The call must let other threads
+    go on.
     """
     got: list[T] = []
     raised: list[BaseException] = []
-    lock, running = threading.Lock(), True
 
     def work() -> None:
-        nonlocal running
         try:
-            try:
-                got.append(function())
-            except BaseException as error:  # noqa: BLE001 - raised again below; a Rust library's panic is no Exception
-                raised.append(error)
-            finally:
-                with lock:
-                    running = False
-                _tell(threading.get_ident(), None)  # where it came too late to be raised in the function
-        except TimeoutError:
-            pass
+            got.append(function())
+        except BaseException as error:  # noqa: BLE001 - raised again below; a Rust library's panic is no Exception
+            raised.append(error)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        with lock:
-            if running:
-                _tell(thread.ident or 0, ctypes.py_object(TimeoutError))
-        thread.join(_GRACE_S)
         raise TimeoutError(f"took longer than {seconds:g} s")
     if raised:
         raise raised[0]
     return got[0]
-
-
-def _tell(thread: int, exception: Any) -> None:
-    """Have ``exception`` raised in a thread's Python code, or none."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception)
-
-
-_LARGE = 32 << 20  # bytes: what takes a second or more to parse
 
 
 class Limits(NamedTuple):

@@ -52,18 +52,18 @@ def evolve(
     elif profile == "all":
         _profiles(values, folder)
     else:
-        from mantissa.genesis.evolution.profiles import configured
+        from mantissa.genesis.evolution.compare import configured
 
         _evolve(configured(profile, values), folder, compare)
 
 
 def _profiles(values: dict[str, Any], folder: Path) -> None:
-    from mantissa.genesis.evolution.profiles import HEADER, precision_row, profiles
+    from mantissa.genesis.evolution.compare import PROFILE_HEADER, precision_row, profiles
     from mantissa.runs.page import terminal
 
     rows = [precision_row(name, values, folder, progress).cells for name in profiles()]
     progress("")
-    screen().print(terminal(HEADER, rows))
+    screen().print(terminal(PROFILE_HEADER, rows))
 
 
 def _evolve(config: EvolutionConfig, folder: Path, seeds: int) -> None:
@@ -101,7 +101,7 @@ def _values(overrides: list[str]) -> dict[str, Any]:
 
 def _list() -> None:
     from mantissa.genesis.evolution import EvolutionConfig, shipped
-    from mantissa.genesis.evolution.profiles import profiles
+    from mantissa.genesis.evolution.compare import profiles
 
     say(f"tasks: {', '.join(shipped())}\nprofiles: {', '.join(profiles())}\nsettings:")
     for name, field in EvolutionConfig.model_fields.items():

@@ -46,8 +46,7 @@ def weights(
 
     mantissa weights runs/mine/policy mine-q8_0.gguf
     """
-    from mantissa.doctor.held import held
-    from mantissa.doctor.served import is_address
+    from mantissa.doctor.held import held, is_address
     from mantissa.doctor.weights import compare
     from mantissa.rl.policy import policy_folder
 

@@ -13,14 +13,7 @@ from mantissa.doctor import words
 from mantissa.doctor.diagnosis import Basis, Diagnosis, Finding, Verdict
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence
-from mantissa.doctor.facts import facts, part, usual_of
-from mantissa.doctor.fields import copied, distinct
-from mantissa.doctor.populations import seen_in_a_quarter
-from mantissa.doctor.proof import judged
-from mantissa.doctor.routers import Outliers, flights, may_be
-from mantissa.doctor.sample import SIDES, Array, Tokens, different
-from mantissa.doctor.signatures import causes, findings
-from mantissa.doctor.thresholds import (
+from mantissa.doctor.facts import (
     ABOVE_ZERO,
     ALIKE,
     BLIND,
@@ -35,8 +28,16 @@ from mantissa.doctor.thresholds import (
     ONE_WAY,
     SINGLE,
     WORTH,
+    facts,
     of,
+    part,
+    usual_of,
 )
+from mantissa.doctor.fields import copied, distinct, without_firsts
+from mantissa.doctor.routers import Outliers, flights, may_be
+from mantissa.doctor.sample import SIDES, Array, Tokens, different
+from mantissa.doctor.sequences import seen_in_a_quarter
+from mantissa.doctor.signatures import causes, findings, judged
 from mantissa.mismatch.usual import COARSEST, Usual
 
 
@@ -47,13 +48,15 @@ def examine(dump: Dump) -> Diagnosis:
     policy of which nothing says whether it is a mixture, the answer is then not known.
     """
     dump, again = distinct(dump)
+    dump, firsts = without_firsts(dump)
     evidence = Evidence.of(dump, usual_of(dump.settings).bound)
     found = _routed(evidence)
     said = [words.twice(again, again + len(dump.sequences))] if again else []
     copies, of_these = copied(evidence.clean)
     if COPIED * of_these < copies < of_these:
         said.append(words.copies(copies, of_these))
-    return replace(found, remarks=(*said, *found.remarks))
+    headline = f"{words.firsts(firsts)}; {found.headline}" if firsts else found.headline
+    return replace(found, headline=headline, remarks=(*said, *found.remarks))
 
 
 def _routed(evidence: Evidence) -> Diagnosis:

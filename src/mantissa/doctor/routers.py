@@ -24,10 +24,9 @@ import numpy as np
 
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence
-from mantissa.doctor.facts import facts, part
-from mantissa.doctor.populations import tokens_fly
+from mantissa.doctor.facts import AT_A_PLACE, AT_THE_USUAL, FAR, MEDIAN, MOST_FLY, RULE, THROUGHOUT, facts, part
 from mantissa.doctor.sample import Array
-from mantissa.doctor.thresholds import AT_A_PLACE, AT_THE_USUAL, FAR, MEDIAN, MOST_FLY, RULE, THROUGHOUT
+from mantissa.doctor.sequences import tokens_fly
 
 _WORDS = ("expert", "moe")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")

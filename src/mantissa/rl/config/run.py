@@ -69,8 +69,8 @@ class RunConfig(Config):
     checkpoint: CheckpointConfig = CheckpointConfig()
     guard: GuardConfig | None = Field(
         None,
-        description="{} or settings of docs/rollback.md, such as {to: fp32}: thresholds at which the run goes back to "
-        "its last good checkpoint and on in a wider format. null: no guard.",
+        description="{} or settings of docs/production.md, such as {to: fp32}: thresholds at which the run goes back "
+        "to its last good checkpoint and on in a wider format. null: no guard.",
     )
     doctor: DoctorConfig | None = Field(None, description="{every: n}: diagnose one step of n. null: none.")
     waltz: WaltzConfig | None = Field(None, description="A second policy, which gives feedback and trains beside it.")

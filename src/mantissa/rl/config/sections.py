@@ -227,7 +227,7 @@ class RolloutConfig(Config):
         "native",
         description="vllm: in processes of its own, its kernels' gap measured; needs vllm installed. emulated: our "
         "own, with a serving engine's roundings. transformers: any causal language model of transformers by its own "
-        "code, on both sides; with precision.kernels=exact adopted (docs/adopt.md).",
+        "code, on both sides; with precision.kernels=exact adopted (docs/exactness.md).",
     )
     emulate: Emulation | None = Field(
         None, description="Only with engine=emulated: serving (what null stands for there), or switches by name."

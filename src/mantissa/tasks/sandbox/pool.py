@@ -32,7 +32,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 
 from mantissa.base.errors import MantissaError, say
-from mantissa.tasks.sandbox.run import cause_of_death
+from mantissa.base.readers.child import cause_of_death
 from mantissa.tasks.types import Problem, Reward, Verifier, describe
 
 STARTUP_LIMIT_S = 120.0  # imports on a loaded machine; not the sample's time

@@ -12,7 +12,7 @@ from mantissa.doctor.diagnosis import Basis, Verdict
 from mantissa.doctor.dump import Scored
 from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.examine import examine
-from mantissa.doctor.populations import seen_in_a_quarter, some_sequences
+from mantissa.doctor.sequences import seen_in_a_quarter, some_sequences
 
 TESTS = 28
 
@@ -74,7 +74,7 @@ def test_single_tokens_that_fly_make_no_second_kind(share: float) -> None:
 
 def test_the_p_value_is_no_smaller_than_the_true_one() -> None:
     """Scales of one kind: of 400 samples p is below 0.05 in at most 5%, two standard deviations allowed."""
-    from mantissa.doctor.populations import _two
+    from mantissa.doctor.sequences import _two
 
     scales = np.random.default_rng(0).normal(0, 0.3, (400, 96))
     p = 2 * np.exp(-_two(scales, np.full(96, 0.09), False).gain)
