@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "mantissa"
-MOST_FILES, MOST_LINES = 15, 3115  # the goal is 3,000: the second may only fall
+MOST_FILES, MOST_LINES = 15, 3113  # the goal is 3,000: the second may only fall
 RECIPE = """\
 name: one-page
 steps: 1
