@@ -275,3 +275,14 @@ def test_numbers_that_are_no_log_prob(number: str, made: Certificate, tmp_path: 
     (tmp_path / "cert.json").write_text(json.dumps(content))
     with pytest.raises(MantissaError, match=r"log-prob|fp32|floating"):
         read_certificate(tmp_path / "cert.json")
+
+
+def test_where_vllm_is_not_installed_our_engine_stands_in_for_it_and_a_finding_says_so(folder: str) -> None:
+    made = certified(folder, "bf16")
+    by_vllm = made.model_copy(update={"kernels": made.kernels.model_copy(update={"engine": "vllm"})})
+    assert not by_vllm.exact
+    found = checked(by_vllm, folder, allow_gap=True)
+    (engine,) = (each for each in found.findings if each.field == "kernels.engine")
+    assert found.holds
+    assert not found.bits
+    assert (engine.holds, "vLLM is not installed here" in engine.said) == (None, True)

@@ -75,9 +75,9 @@ class Family(Config):
 
 
 class KernelsUsed(Config):
-    """``engine``: native, or transformers' own code. ``plan``: the calls that exact kernels make here."""
+    """``engine``: native, transformers' own code, or vLLM. ``plan``: the calls that exact kernels make here."""
 
-    engine: Literal["native", "transformers"]
+    engine: Literal["native", "transformers", "vllm"]
     learner: Family
     rollout: Family
     plan: tuple[Text, ...]
@@ -179,8 +179,8 @@ class Certificate(Config):
 
     @property
     def exact(self) -> bool:
-        """Whether bits were promised."""
-        return self.kernels.learner.exact
+        """Whether bits were promised: exact kernels, on both sides."""
+        return self.kernels.learner.exact and self.kernels.engine != "vllm"
 
 
 def read_certificate(path: Path) -> Certificate:

