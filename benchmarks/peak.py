@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from runner import Row, Rows, case
 
-from mantissa.kernels.cpu import product
+from mantissa.kernels.cpu import onednn
 
 SHAPES = {"square": (1024, 1024, 1024), "step": (12800, 128, 384), "tiny": (64, 64, 64)}
 
@@ -32,7 +32,7 @@ def best_seconds(work: Callable[[], object], repeats: int) -> float:
 def best_gflops(library: str, rows: int, inner: int, columns: int) -> float:
     x, weight = torch.randn(rows, inner), torch.randn(columns, inner)
     out = torch.empty(rows, columns)
-    work = {"mm": lambda: torch.mm(x, weight.t(), out=out), "onednn": lambda: product(x, weight)}[library]
+    work = {"mm": lambda: torch.mm(x, weight.t(), out=out), "onednn": lambda: onednn(x, weight)}[library]
     return 2 * rows * inner * columns / best_seconds(work, 30) / 1e9
 
 
