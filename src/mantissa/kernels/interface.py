@@ -72,7 +72,7 @@ class Kernels(Protocol):
         """x @ weight^T as fp32, never rounded: by which positions choose experts. ``weight_XE`` is the master."""
 
     def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
-        """Log-prob of each token under softmax(logits / temperature), fp32: ``precision.numerics.token_logprob``."""
+        """Log-prob of each token under softmax(logits / temperature), fp32: ``precision.token_logprob``."""
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """weight * round(x / sqrt(mean(x^2) + eps)), rounded."""
