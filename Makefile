@@ -52,7 +52,7 @@ test-slow: $(STAMP)
 # Two hundred SIGKILLs at random instants: nothing is destroyed, and what is gone on with ends equal. Some ninety minutes on
 # a machine with other work. SEED=N draws other instants; the seed is printed.
 test-kills: $(STAMP)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python tests/kills.py $(if $(SEED),--seed $(SEED))
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/support:benchmarks $(BIN)/python tests/kills.py $(if $(SEED),--seed $(SEED))
 
 # The numeric tests as on other processors: libraries held to older instructions, other products, one and two threads.
 test-machines: $(STAMP)
@@ -70,7 +70,7 @@ test-variants: $(STAMP)
 test-fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m fuzz --numprocesses=2
 
-# Some ten thousand others of whatever reads a foreign file, each measured: 20 s and 2 GB. SEED=N draws others.
+# Some ten thousand others of whatever reads a foreign file, of each as many, measured: 20 s and 2 GB. SEED=N draws others.
 test-inputs: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support:tests/fuzz:benchmarks $(BIN)/python tests/fuzz/inputs.py $(if $(SEED),--seed $(SEED))
 
@@ -125,13 +125,13 @@ bench-here: $(STAMP)
 # What bf16, int8 and mxfp8 gain on this processor, as rows.
 bench-native: $(STAMP)
 	$(BIN)/mantissa precision bf16
-	$(BIN)/python benchmarks/simulated_step.py --threads 1
-	$(BIN)/python benchmarks/native_bf16.py
-	$(BIN)/python benchmarks/native_beside.py $(if $(wildcard .venv-vllm/.installed),--vllm .venv-vllm/bin/python)
-	$(BIN)/python benchmarks/native_limit.py
+	$(BIN)/python benchmarks/run.py simulated_step --threads 1
+	$(BIN)/python benchmarks/run.py native_bf16
+	$(BIN)/python benchmarks/run.py native_beside $(if $(wildcard .venv-vllm/.installed),--vllm .venv-vllm/bin/python)
+	$(BIN)/python benchmarks/run.py native_limit
 
 bench-trl: $(STAMP) $(TRL_VENV)/.installed
-	$(BIN)/python benchmarks/rl_step_vs_trl.py
+	$(BIN)/python benchmarks/run.py rl_step
 
 # verl and Ray in an environment of their own, one for each version: make test-verl VERL=0.8.0. Torch first, so that no
 # CUDA build comes with it; then one step at a time, since pip searches long for all of it at once. The last is what

@@ -24,7 +24,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.kernels import learner_kernels, resolve
 from mantissa.model import load_model, load_tokenizer, save_model
 from mantissa.precision import PrecisionPolicy
-from mantissa.rl.exact.plan import exact_plan
+from mantissa.rl.assemble import exact_plan
 from mantissa.rl.experience import Sequences
 from mantissa.rl.score import forward, forward_transformers
 from mantissa.rollout.transformers import load_transformers
@@ -167,7 +167,7 @@ def _generate(model: Any, tokens: Tensor, new: int) -> None:
 PARTS: dict[str, Callable[[Any, Tensor, int], None]] = {"forward": _forward, "step": _step, "generate": _generate}
 
 
-@case("adopt", hidden=64, rounds=1, rows=1, length=24, new=2)
+@case("adopt", hidden=64, rounds=1, rows=1, length=24, new=2, precisions=("fp32",))
 def adopt_cost(
     model: str = "", family: str = "llama", hidden: int = 512, rounds: int = 5, rows: int = 4, length: int = 256,
     new: int = 32, precisions: Sequence[str] = ("fp32", "bf16"), threads: int = 2, device: str = "cpu",

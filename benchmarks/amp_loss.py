@@ -1,6 +1,6 @@
 """fp16's loss against fp32's on a task whose best loss is known, and what each loss-scaling policy loses to overflow.
 
-    python benchmarks/amp_loss.py [--threads 2] [--seeds 6] [--parts curve overflow]
+    python benchmarks/run.py amp_loss [--threads 2] [--seeds 6] [--parts curve overflow]
 
 curve: the built-in task (best loss 0.25) is learned in fp32 and in fp16 from the same seeds (weights, samples, noise),
 and the loss on the same held-out samples is taken every 50 updates. fp16's mean over seeds must lie within fp32's range
@@ -12,20 +12,16 @@ gradients overflow again and again. torch's AMP (autocast and GradScaler, fixed 
 and PrecisionTrainer (which repeats it at a lower scale) learn the same batches, with the same growth interval and
 clipping; natively, and ours also simulated and with scale="auto". Counted: batches lost. A step may be repeated 24
 times here, so that one factor of 1000 is no loss; what the default of 4 repeats loses stands beside it.
-
-Appends rows to results/amp_loss.jsonl.
 """
 
 from __future__ import annotations
 
-import argparse
-import math
 import statistics
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
-from rows import append
+from runner import Row, Rows, case
 from torch import Tensor, nn
 
 from mantissa.bench.runner import RefusedError
@@ -34,7 +30,8 @@ from mantissa.dropin.trainer import PrecisionTrainer
 from mantissa.training import LossScaler, ScalerConfig
 
 PARAMETERS, BATCH, LR = 30_000, 64, 1e-3
-UPDATES, EVERY = 400, 50
+EVERY = 50  # updates
+Part = Literal["curve", "overflow"]
 GROWTH_INTERVAL = 40  # both policies': so that a short run meets as many overflows as a long one at torch's 2000
 RETRIES, USUAL_RETRIES = 24, 4
 
@@ -45,9 +42,9 @@ def fresh(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
 
-def batches(seed: int) -> list[tuple[Tensor, Tensor]]:
+def batches(seed: int, updates: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1000 + seed)
-    return [make_batch(BATCH, generator) for _ in range(UPDATES)]
+    return [make_batch(BATCH, generator) for _ in range(updates)]
 
 
 HELD_OUT = make_batch(8192, torch.Generator().manual_seed(99))
@@ -59,35 +56,34 @@ def held_out_loss(model: nn.Module) -> float:
         return loss_fn(model, HELD_OUT).item()
 
 
-def curve(precision: str, seed: int) -> tuple[list[float], PrecisionTrainer]:
+def curve(precision: str, seed: int, updates: int) -> tuple[list[float], PrecisionTrainer]:
     model, optimizer = fresh(seed)
     trainer = PrecisionTrainer(model, optimizer, precision, say=lambda line: None)
     losses = []
-    for i, batch in enumerate(batches(seed), start=1):
+    for i, batch in enumerate(batches(seed, updates), start=1):
         trainer.step(batch, loss_fn)
         if i % EVERY == 0:
             losses.append(held_out_loss(model))
     return losses, trainer
 
 
-def measure_curves(seeds: int) -> list[dict[str, Any]]:
-    reference = [curve("fp32", seed)[0] for seed in range(seeds)]
+def measure_curves(seeds: int, updates: int) -> list[Row]:
+    reference = [curve("fp32", seed, updates)[0] for seed in range(seeds)]
     rows = []
     for precision in ("fp16", "bf16"):
-        found = [curve(precision, seed) for seed in range(seeds)]
+        found = [curve(precision, seed, updates) for seed in range(seeds)]
         losses, trainer = [losses for losses, _ in found], found[0][1]
         means = [statistics.mean(point) for point in zip(*losses, strict=True)]
         base = list(zip(*reference, strict=True))
         sigmas = [abs(m - statistics.mean(b)) / statistics.stdev(b) for m, b in zip(means, base, strict=True)]
         inside = [min(b) <= m <= max(b) for m, b in zip(means, base, strict=True)]
         about = {
-            "benchmark": "amp_loss",
             "case": "curve",
             "requested": precision,
             "active": trainer.precision.active.name,
             "kernels": trainer.precision.backend,
             "seeds": seeds,
-            "updates": UPDATES,
+            "updates": updates,
             "best_loss": BEST_LOSS,
             "fp32_curve": [round(statistics.mean(b), 5) for b in base],
             "fp32_spread": [round(statistics.stdev(b), 5) for b in base],
@@ -105,10 +101,10 @@ def measure_curves(seeds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def heavy_tailed(seed: int) -> list[tuple[tuple[Tensor, Tensor], float]]:
+def heavy_tailed(seed: int, updates: int) -> list[tuple[tuple[Tensor, Tensor], float]]:
     """The batches of ``seed``, each with a factor for its loss, at least 1: P(factor > f) = f^-0.8."""
-    uniform = torch.rand(UPDATES, generator=torch.Generator().manual_seed(2000 + seed), dtype=torch.float64)
-    return [(batch, float(u) ** (-1 / 0.8)) for batch, u in zip(batches(seed), uniform, strict=True)]
+    uniform = torch.rand(updates, generator=torch.Generator().manual_seed(2000 + seed), dtype=torch.float64)
+    return [(batch, float(u) ** (-1 / 0.8)) for batch, u in zip(batches(seed, updates), uniform, strict=True)]
 
 
 def weighted_loss(model: nn.Module, batch: tuple[tuple[Tensor, Tensor], float]) -> Tensor:
@@ -118,11 +114,11 @@ def weighted_loss(model: nn.Module, batch: tuple[tuple[Tensor, Tensor], float]) 
 Outcome = tuple[int, int, float]  # batches lost, steps that were repeated, held-out loss
 
 
-def with_amp(seed: int) -> Outcome:
+def with_amp(seed: int, updates: int) -> Outcome:
     model, optimizer = fresh(seed)
     scaler = torch.amp.GradScaler("cpu", growth_interval=GROWTH_INTERVAL)
     lost = 0
-    for batch in heavy_tailed(seed):
+    for batch in heavy_tailed(seed, updates):
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast("cpu", torch.float16):
             loss = weighted_loss(model, batch)
@@ -136,10 +132,10 @@ def with_amp(seed: int) -> Outcome:
     return lost, 0, held_out_loss(model)
 
 
-def with_ours(backend: Any, retries: int, scale: str = "dynamic") -> Callable[[int], Outcome]:
+def with_ours(backend: Any, retries: int, scale: str = "dynamic") -> Callable[[int, int], Outcome]:
     rule: Any = ScalerConfig(growth_interval=GROWTH_INTERVAL, retries=retries) if scale == "dynamic" else scale
 
-    def run(seed: int) -> Outcome:
+    def run(seed: int, updates: int) -> Outcome:
         model, optimizer = fresh(seed)
         trainer = PrecisionTrainer(
             model, optimizer, "fp16", backend=backend, scale=rule, max_grad_norm=1.0, retries=retries,
@@ -147,7 +143,7 @@ def with_ours(backend: Any, retries: int, scale: str = "dynamic") -> Callable[[i
         )  # fmt: skip
         if (type(trainer.scaler) is LossScaler) == (scale == "auto"):
             raise RefusedError(f"scale={scale} was asked for, and a {type(trainer.scaler).__name__} is active")
-        for batch in heavy_tailed(seed):
+        for batch in heavy_tailed(seed, updates):
             trainer.step(batch, weighted_loss)
         assert trainer.precision.active.name == "fp16"
         return trainer.skipped, trainer.retried, held_out_loss(model)
@@ -155,7 +151,7 @@ def with_ours(backend: Any, retries: int, scale: str = "dynamic") -> Callable[[i
     return run
 
 
-def measure_overflow(seeds: int) -> list[dict[str, Any]]:
+def measure_overflow(seeds: int, updates: int) -> list[Row]:
     contenders = {
         ("torch AMP", "native"): with_amp,
         (f"mantissa, retries={RETRIES}", "native"): with_ours("native", RETRIES),
@@ -166,19 +162,18 @@ def measure_overflow(seeds: int) -> list[dict[str, Any]]:
     rows = []
     for (name, kernels), run in contenders.items():
         try:
-            found = [run(seed) for seed in range(seeds)]
+            found = [run(seed, updates) for seed in range(seeds)]
         except RefusedError as refusal:
             print(f"refused: {name}: {refusal}")
             continue
         about = {
-            "benchmark": "amp_loss",
             "case": "overflow",
             "contender": name,
             "requested": "fp16",
             "active": "fp16",
             "kernels": kernels,
             "seeds": seeds,
-            "updates": UPDATES,
+            "updates": updates,
             "growth_interval": GROWTH_INTERVAL,
         }
         metrics = (("batches_lost_per_run", "batches"), ("steps_retried_per_run", "steps"), ("final_loss", "ratio"))
@@ -189,22 +184,12 @@ def measure_overflow(seeds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seeds", type=int, default=6)
-    parser.add_argument("--parts", nargs="+", choices=("curve", "overflow"), default=["curve", "overflow"])
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    for part in arguments.parts:
-        rows = {"curve": measure_curves, "overflow": measure_overflow}[part](arguments.seeds)
-        for row in rows:
-            limits = f" ({row['min']:.4g}..{row['max']:.4g})" if "min" in row else ""
-            print(f"{row.get('contender', row['requested']):<30} {row['kernels']:<10} {row['metric']:<32} "
-                  f"{row['value']:.4g}{limits}")  # fmt: skip
-            assert math.isfinite(row["value"])
-        print(append("amp_loss.jsonl", rows, "cpu"), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+@case(seeds=2, updates=50)
+def amp_loss(
+    threads: int = 2, seeds: int = 6, parts: Sequence[Part] = ("curve", "overflow"), updates: int = 400
+) -> Rows:
+    """fp16's loss against fp32's on a task whose best loss is known, and what each loss-scaling policy loses to
+    overflow.
+    """
+    for part in parts:
+        yield {"curve": measure_curves, "overflow": measure_overflow}[part](seeds, updates)

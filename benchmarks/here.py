@@ -78,10 +78,10 @@ def command(words: Sequence[str], folder: Path, threads: int = 1) -> tuple[str, 
     return done.stdout, sum(after[2:4]) - sum(before[2:4])
 
 
-def script(name: str, *words: str) -> list[Row]:
-    """The rows of a script beside this one; ``RuntimeError`` with its last line where it fails."""
+def made_by(name: str, *words: str) -> list[Row]:
+    """The rows of another case; ``RuntimeError`` with its last line where it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        run = [sys.executable, str(HERE / name), *words]
+        run = [sys.executable, str(HERE / "run.py"), name, *words]
         done = subprocess.run(
             run, cwd=ROOT, env=os.environ | {"OUT": folder}, capture_output=True, text=True, check=False
         )
@@ -121,7 +121,7 @@ def decode(threads: int, rounds: int) -> Iterator[Finding]:
         found: dict[tuple[str, str], float] = {}
         if vllm.is_file():
             words = ("--threads", str(count), "--rounds", str(rounds), "--vllm", str(vllm), "--rows", *sizes)
-            made = script("native_beside.py", *words, "--only", *(name for pair in formats.values() for name in pair))
+            made = made_by("native_beside", *words, "--only", *(name for pair in formats.values() for name in pair))
             found = {(row["contender"], row["case"].partition(" ")[0]): row["value"] for row in made
                      if row["metric"] == "decode step seconds over ours, fp32"}  # fmt: skip
         for fmt, rows_ in goals:
@@ -134,7 +134,7 @@ def decode(threads: int, rounds: int) -> Iterator[Finding]:
 
 def simulated(threads: int, rounds: int) -> Iterator[Finding]:
     """What rounding by hand costs a training step, over fp32."""
-    for row in script("simulated_step.py", "--threads", "1", "--rounds", str(rounds)):
+    for row in made_by("simulated_step", "--threads", "1", "--rounds", str(rounds)):
         if row["metric"] == "step_time_over_fp32":
             yield Finding(f"simulated {row['requested']} step over fp32's, hidden {row['hidden']}", row["value"], 1.1)
 
@@ -156,7 +156,7 @@ def step(threads: int, rounds: int) -> Iterator[Finding]:
                 "fp32",
                 "bf16",
             )
-            made = script("rl_step_vs_trl.py", *words, "--trl", "trl", "trl bf16", *more)
+            made = made_by("rl_step", *words, "--trl", "trl", "trl bf16", *more)
         for fmt in ("fp32", "bf16"):
             wanted = (row["value"] for row in made
                       if (row["contender"], row["metric"]) == (fmt, f"time_over_trl_{fmt}"))  # fmt: skip

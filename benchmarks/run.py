@@ -2,7 +2,7 @@
 
 python benchmarks/run.py                            # the cases, a line each
 python benchmarks/run.py CASE --help
-python benchmarks/run.py CASE [--rounds N] [--threads N] ... [--dry] [--seconds S]
+python benchmarks/run.py CASE[,CASE] [--rounds N] [--threads N] ... [--dry] [--seconds S]
 python benchmarks/run.py all [--threads 2]          # make bench: 12 minutes on two threads, then the tables
 """
 

@@ -32,11 +32,10 @@ Row = dict[str, Any]
 Rows = Iterator[Row | list[Row]]
 # What ``all`` runs, in this order: what a CPU measures in minutes. A GPU's part is in gpu.sh.
 ALL: dict[str, tuple[str, ...]] = {
-    "peak.py": (), "demo_memory.py": (), "rl_step_vs_trl.py": ("--rounds", "7"),
-    "rollout_vs_generate.py": ("--repeats", "5"), "simulated_step.py": ("--rounds", "9"),
-    "fp8_step.py": ("--rounds", "9"), "exact_cost.py": ("--rounds", "5"), "lora_step.py": ("--rounds", "9"),
-    "amp_overhead.py": ("--rounds", "20"), "amp_loss.py": (), "allocator.py": ("--rounds", "5"),
-    "waiting.py": ("--busy", "0"), "cost": (), "tables.py": (),
+    "peak": (), "demo_memory": (), "rl_step": ("--rounds", "7"), "rollout_vs_generate": (),
+    "simulated_step": ("--rounds", "9"), "fp8_step": ("--rounds", "9"), "exact_cost": ("--rounds", "5"),
+    "amp_overhead": ("--rounds", "20"), "amp_loss": (), "allocator": ("--rounds", "5"), "waiting": ("--busy", "0"),
+    "cost": (),
 }  # fmt: skip
 
 
@@ -133,6 +132,8 @@ def run(name: str, words: list[str]) -> None:
     began, path = time.perf_counter(), None
     for made in case_.measure(**values) or ():
         rows = [{"benchmark": name} | row for row in (made if isinstance(made, list) else [made])]
+        if not rows:
+            continue
         for row in rows:
             print(shown(row), flush=True)
         if not dry or "OUT" in os.environ:
@@ -147,12 +148,12 @@ def run(name: str, words: list[str]) -> None:
 def run_all(threads: int) -> None:
     """Each in a process of its own. One that fails does not stop the others; the exit status says whether any did."""
     failed = []
-    for name, given in ALL.items():
-        script, case_ = (name, []) if name.endswith(".py") else ("run.py", [name])
-        more = [*case_, *given, *(["--threads", str(threads)] if name not in ("peak.py", "cost", "tables.py") else [])]
-        print(f"\n== {' '.join([script, *more])}", flush=True)
+    for name, given in {**ALL, "tables": ()}.items():
+        more = [name, *given, *(["--threads", str(threads)] if name not in ("peak", "cost", "tables") else [])]
+        words = [str(HERE / "tables.py")] if name == "tables" else [str(HERE / "run.py"), *more]
+        print(f"\n== {' '.join(more)}", flush=True)
         start = time.perf_counter()
-        if subprocess.run([sys.executable, str(HERE / script), *more], check=False).returncode:
+        if subprocess.run([sys.executable, *words], check=False).returncode:
             failed.append(name)
         print(f"   {time.perf_counter() - start:.0f} s", flush=True)
     if failed:
@@ -166,8 +167,9 @@ def main(words: Iterable[str] | None = None) -> None:
         parser = argparse.ArgumentParser("run.py all", description=run_all.__doc__)
         parser.add_argument("--threads", type=int, default=2)
         run_all(parser.parse_args(given).threads)
-    elif name in cases:
-        run(name, given)
+    elif all(each in cases for each in name.split(",")):
+        for each in name.split(","):
+            run(each, given)
     else:
         print("\n".join(f"{each:<20} {said}" for each, (_, _, said) in cases.items()))
         if name not in ("--help", "-h"):

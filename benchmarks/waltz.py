@@ -1,8 +1,8 @@
 """What two policies learn from each other: recipes/waltz.yaml in several forms, each from the same warm start.
 
-    python benchmarks/waltz.py 0 1 2                     # seeds; every form of each
-    python benchmarks/waltz.py 0 --forms joint frozen    # some forms
-    python benchmarks/waltz.py --picture                 # docs/images/waltz.svg, from the rows
+    python benchmarks/run.py waltz 0 1 2                     # seeds; every form of each
+    python benchmarks/run.py waltz 0 --forms joint frozen    # some forms
+    python benchmarks/run.py waltz_picture               # docs/images/waltz.svg, from the rows
 
 A seed's warm start is made once, in fp32, by a run in which neither policy learns: its evaluation is the row ``start``.
 Every rate is of the whole game on 256 held-out requests, sampled twice each at temperature 1.
@@ -10,13 +10,13 @@ Every rate is of the whole game on 256 held-out requests, sampled twice each at 
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from rows import ROOT, append
+from rows import ROOT
+from runner import Row, Rows, case
 
 from mantissa.rl import load_recipe, start
 from mantissa.rl.config.run import apply_overrides, make_config, parse_yaml
@@ -34,6 +34,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "fp16": ("precision=fp16", "optimizer.decay=none"),
     "bf16": ("precision=bf16", "optimizer.decay=none"),
 }
+KEEP = Path(tempfile.gettempdir()) / "waltz"
 COMMON = ("trackers=[]", "evaluation={every: 40, problems: 256, samples: 2}")
 COLOURS = {
     "fp32-decay": "#3b3b3b",
@@ -47,17 +48,16 @@ RATES = (
 )  # fmt: skip
 
 
-def run(folder: Path, seed: int, *overrides: str, stages: int = 2) -> RunDirectory:
+def run(folder: Path, seed: int, common: tuple[str, ...], *overrides: str, stages: int = 2) -> RunDirectory:
     """The finished run of the recipe with these overrides. ``stages``: 1 where the conversation never learns."""
-    common = (f"seed={seed}", f"run_dir={folder}", *COMMON)
     values = parse_yaml(RECIPE.read_text(), str(RECIPE))
     if stages == 1:  # there is no second one whose labels could count otherwise
         del values["waltz"]["label_later"]
-    start(make_config(apply_overrides(values, [*common, *overrides]), str(RECIPE)))
+    start(make_config(apply_overrides(values, [f"seed={seed}", f"run_dir={folder}", *common, *overrides]), str(RECIPE)))
     return RunDirectory.open(folder)
 
 
-def row(form: str, seed: int, done: RunDirectory) -> dict[str, Any]:
+def row(form: str, seed: int, done: RunDirectory) -> Row:
     """What a run came to."""
     rows, inner = done.read_metrics(), done.inner_run
     assert inner is not None
@@ -65,7 +65,6 @@ def row(form: str, seed: int, done: RunDirectory) -> dict[str, Any]:
     last = rows[-1]
     sides = {"conversation": rows, "feedback": inner.read_metrics()}
     return {
-        "benchmark": "waltz",
         "form": form,
         "seed": seed,
         "steps": len(rows),
@@ -86,23 +85,22 @@ def row(form: str, seed: int, done: RunDirectory) -> dict[str, Any]:
     }
 
 
-def measure(seed: int, forms: list[str], keep: Path) -> None:
+def measure(seed: int, forms: Sequence[str], keep: Path, common: tuple[str, ...]) -> Iterator[Row]:
     """Rows of one seed; its warm start is kept in ``keep``, and taken from there where it is."""
     warm = keep / f"warm-{seed}"
-    steps = load_recipe(RECIPE, COMMON).steps
+    steps = load_recipe(RECIPE, common).steps
     if not (warm / "feedback" / "policy").is_dir():
         still = ("precision=fp32", "steps=1", "waltz.conversation_frozen=1", "waltz.feedback_frozen=1")
-        append("waltz.jsonl", [row("start", seed, run(warm, seed, *still, stages=1))], "cpu")
+        yield row("start", seed, run(warm, seed, common, *still, stages=1))
     given = [f"model={{path: {warm}}}", f"waltz.feedback.model={{path: {warm}/feedback}}"]
     given += ["warm_start=null", "waltz.feedback.warm_start=null"]
     for form in forms:
         with tempfile.TemporaryDirectory() as folder:
             how = [each.format(steps=steps) for each in FORMS[form]]
-            done = run(Path(folder) / "run", seed, *given, *how)
-            append("waltz.jsonl", [row(form, seed, done)], "cpu")
+            yield row(form, seed, run(Path(folder) / "run", seed, common, *given, *how))
 
 
-def picture() -> None:
+def draw() -> None:
     """Both rates by step, a panel a rate, a colour a form; thin lines are seeds."""
     import matplotlib
 
@@ -131,18 +129,18 @@ def picture() -> None:
     figure.savefig(ROOT / "docs" / "images" / "waltz.svg", metadata={"Date": None})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("seeds", nargs="*", type=int)
-    parser.add_argument("--forms", nargs="*", choices=list(FORMS), default=list(FORMS))
-    parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "waltz")
-    parser.add_argument("--picture", action="store_true")
-    given = parser.parse_args()
-    for seed in given.seeds:
-        measure(seed, given.forms, given.keep)
-    if given.picture:
-        picture()
+@case()
+def waltz(seeds: Sequence[int], forms: Sequence[str] = tuple(FORMS), keep: Path = KEEP, common: str = "") -> Rows:
+    """What two policies learn from each other: recipes/waltz.yaml in several forms, each from the same warm start.
+
+    ``keep``: where warm starts are kept; ``common``: overrides of every run, with spaces.
+    """
+    for seed in seeds:
+        yield from measure(seed, forms, keep, (*COMMON, *common.split()))
 
 
-if __name__ == "__main__":
-    main()
+@case()
+def waltz_picture() -> Rows:
+    """The picture docs/images/waltz.svg, from the rows that there are."""
+    draw()
+    return iter(())

@@ -82,6 +82,15 @@ def take_turns(workers: Mapping[str, Worker], warm_up: int, rounds: int) -> dict
     return steps
 
 
+def measured(workers: Mapping[str, Worker], warm_up: int, rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """The same, with the workers' end."""
+    try:
+        return take_turns(workers, warm_up, rounds)
+    finally:
+        for worker in workers.values():
+            worker.close()
+
+
 def ratios(steps: Mapping[str, list[dict[str, Any]]], name: str, base: str, key: str = "seconds") -> list[float]:
     """``name`` over ``base``, round by round: a slow moment of the machine slows both."""
     return [a[key] / b[key] for a, b in zip(steps[name], steps[base], strict=True)]
@@ -92,7 +101,7 @@ def saved(name: str, folder: Path) -> Path:
     if Path(name).is_dir():
         return Path(name)
     from mantissa.model import save_model
-    from mantissa.rl.adapters import open_policy, policy_folder
+    from mantissa.rl.policy import open_policy, policy_folder
 
     save_model(*open_policy(policy_folder(name), None, 0), folder)
     return folder

@@ -69,7 +69,7 @@ def section(title: str, model: type[BaseModel], told: dict[str, tuple[str, str]]
     doc = " ".join((model.__doc__ or "").split("\n\n")[0].split()).replace("``", "`")
     lines = [f"\n## {title}\n", doc, ""]
     if model is GuardConfig:
-        return [*lines[:-1], "", "Its keys: [Rollback](../rollback.md#settings)."]
+        return [*lines[:-1], "", "Its keys: [Rollback](../production.md#settings)."]
     rows: list[str] = []
     again: list[str] = []
     inner: list[str] = []

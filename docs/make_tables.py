@@ -435,11 +435,11 @@ def waltz() -> str:
 # The page that explains a command; those without one are explained by --help and this page.
 COMMAND_PAGES = {
     "recipes": "recipes.md", "train": "recipes.md", "lab": "lab.md", "bench": "guide.md", "gap": "gap.md",
-    "doctor": "doctor.md", "metrics": "metrics.md", "precision": "guide.md", "tune": "guide.md", "guard": "rollback.md",
-    "fitness": "guide.md", "weights": "proof.md", "certify": "proof.md", "tokens": "proof.md",
+    "doctor": "doctor.md", "metrics": "metrics.md", "precision": "guide.md", "tune": "guide.md",
+    "guard": "production.md", "fitness": "guide.md", "weights": "proof.md", "certify": "proof.md", "tokens": "proof.md",
     "launch": "cluster.md", "check": "check.md", "check-verl": "cluster.md", "serve": "vllm.md",
     "evolve": "evolution.md",
-    "worldmodel": "evolution.md", "sample": "models.md", "demo": "start/laptop.md", "replay": "exactness.md",
+    "worldmodel": "evolution.md", "sample": "models.md", "demo": "rl.md", "replay": "exactness.md",
 }  # fmt: skip
 
 
@@ -511,8 +511,12 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     **tables_trainer.TABLES,
     **tables_verl.TABLES,
     "guide.md": {"formats": formats, "scales": scales, "lost": lost, "tuned": tuned},
-    "exactness.md": {"exact_cost": exact_cost, "gpu_exact": gpu_exact},
-    "adopt.md": {"adopt_cost": adopt_cost, "adopt_gpu": adopt_gpu},
+    "exactness.md": {
+        "exact_cost": exact_cost,
+        "gpu_exact": gpu_exact,
+        "adopt_cost": adopt_cost,
+        "adopt_gpu": adopt_gpu,
+    },
     "gap.md": {"figures": gap_figures, "measured": measured_gap, "switches": switches},
     "proof.md": {"statements": statements, "borders": borders},
     "precision.md": {"gap_formats": gap_formats, "gap_experts": gap_experts},
@@ -524,11 +528,12 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "adopt_refused": adopt_refused,
         "causes": lambda: causes("cause"),
         "alone": lambda: causes("alone"),
+        "soak": soak_sizes,
+        "waltz": waltz,
     },
     "findings.md": {"origins": origins},
     "usage.md": {"commands": commands},
-    "waltz.md": {"waltz": waltz},
-    "evolution.md": {"profiles": profiles, "predicted": predicted, "soak": soak_sizes},
+    "evolution.md": {"profiles": profiles, "predicted": predicted},
 }
 
 

@@ -87,7 +87,7 @@ def alerts() -> list[Alert]:
         Alert("MantissaGuardActed", "`action` in `guard.jsonl`", "fall back or stop",
               "increase(mantissa_guard_fall_backs_total[30m]) > 0 or mantissa_guard_severity == 4",
               "0m", "page", "the run left low precision, or wanted to and could not",
-              "`mantissa guard RUN` says why; see [Rollback](rollback.md)"),
+              "`mantissa guard RUN` says why; see [Rollback](#rollback)"),
         Alert("MantissaGuardAlert", "`action` in `guard.jsonl`", "alert", "mantissa_guard_severity == 2", "10m",
               "ticket", "a threshold of the guard is passed; beyond the next one the run falls back",
               "`mantissa guard RUN` names the rule and its numbers"),
@@ -142,7 +142,7 @@ def _folded(key: str, text: str) -> list[str]:
     return [f"{key}: >-", *textwrap.wrap(text, 78, initial_indent=indent, subsequent_indent=indent)]
 
 
-# rollback.md
+# the guard
 
 
 def guard_rules() -> str:
@@ -178,8 +178,8 @@ def guard_settings() -> str:
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "trainer.md": {"environment": environment, "overhead": overhead},
-    "production.md": {"alerts": alert_table},
+    "trainer.md": {"overhead": overhead},
+    "migration.md": {"environment": environment},
+    "production.md": {"alerts": alert_table, "guard_rules": guard_rules, "guard_settings": guard_settings},
     "metrics.md": {"trainer_metrics": lambda: metric_lines(True), "rl_metrics": lambda: metric_lines(False)},
-    "rollback.md": {"guard_rules": guard_rules, "guard_settings": guard_settings},
 }

@@ -194,8 +194,36 @@ def verl_kills() -> str:
     return table(["killed", "times, each resumed with every metric of an undisturbed job"], counted)
 
 
+def verl_gate() -> str:
+    """The newest job of each fault: from which weights on, and at which step what stopped it; then faults in turn."""
+    newest = {(row["fault"], row["look"]): row for row in _rows("verl_gate")}
+    kinds = {"transformers": "", "mantissa": " (our engine)", "vllm": " (vLLM)"}
+    jobs, turns = [], []
+    for (_, look), row in newest.items():
+        if look == "both":
+            turns += list(row["seen"].items())
+            continue
+        stopped = (
+            "goes on"
+            if row["seen"] is None
+            else f"{'sync' if row['by'] == 'weights' else 'batch'} of step {row['seen']}"
+        )
+        after = row["injected"]
+        since = "" if after is None else f"the sync of step {after}" if after else "the start"
+        said = row["said"].partition("% of the weights: ")[2].partition(". What helps")[0] or row["named"] or ""
+        jobs.append([f"{row['what']}{kinds[row['rollout']]}", since, stopped, said.partition(";")[0]])
+    counted = [
+        [name, str(seen["looks"]), str(seen["weights"]), str(seen["logprobs"]),
+         f"{min(seen['size_of_u']):.2g} to {max(seen['size_of_u']):.2g}"] for name, seen in turns
+    ]  # fmt: skip
+    return "\n".join([
+        table(("fault in a job under `stop`", "from", "stopped at", "named"), jobs), "",
+        table(("in turn, under `warn:1`", "steps", "seen by weights", "by log-probs", "size of u"), counted),
+    ])  # fmt: skip
+
+
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "verl.md": {"gains": verl_gains, "jobs": verl_jobs, "kills": verl_kills},
+    "verl.md": {"gains": verl_gains, "jobs": verl_jobs, "kills": verl_kills, "gate": verl_gate},
     "cluster.md": {
         "rehearsals": rehearsals,
         "engines": engines_by_precision,

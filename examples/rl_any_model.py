@@ -4,7 +4,7 @@
 
 One model is both policies: it samples from its cache, and learns in whole forwards. Adopted, both have the same
 log-probs to the last bit, so every importance ratio is 1 and there is no gap to correct. Masters stay fp32. A model
-that cannot be adopted is refused (docs/adopt.md says which can).
+that cannot be adopted is refused (docs/exactness.md says which can).
 """
 
 import sys

@@ -9,7 +9,8 @@ was (of a file that is written anew: the old one or the new one, whole), and the
 the clock says, to the undisturbed one. A line a command; exit code 1 where one is not equal. Of a run of several
 processes any of them is killed, the command that started them among them.
 
-``--share``: of each command's kills, such as 0.2 for a quick look.
+``--share``: of each command's kills, such as 0.2 for a quick look. ``--record``: a row of what was seen, in
+``results/kills.jsonl``.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ class Rig:
         command.prepare(folder)
         return folder
 
-    def one(self, command: Command) -> bool:
-        """All kills of one command; prints its line."""
+    def one(self, command: Command) -> Found:
+        """All kills of one command; prints its line, and returns it as a row."""
         wanted = max(1, round(command.kills * self.share))
         began = time.monotonic()
         calm = self.fresh(command, "calm")
@@ -135,7 +136,8 @@ class Rig:
         for each in failures:
             print(f"    {each}")
         sys.stdout.flush()
-        return not failures and equal == kills == wanted
+        good = not failures and equal == kills == wanted
+        return {"command": command.name, "kills": kills, "equal": equal, "alone_s": round(whole, 1), "good": good}
 
     def _kill(self, command: Command, folder: Path, again: bool, instant: float, new: Found) -> int:
         """1 where it was killed at that instant, and left what was there; 0 where it had ended."""
@@ -466,6 +468,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--share", type=float, default=1.0)
+    parser.add_argument("--record", action="store_true")
     parser.add_argument("commands", nargs="*")
     given = parser.parse_args()
     print(f"seed {given.seed}")
@@ -476,8 +479,14 @@ def main() -> int:
     unknown = set(given.commands) - set(makers)
     if unknown:
         parser.error(f"{', '.join(sorted(unknown))}: expected of {', '.join(makers)}")
-    good = [rig.one(makers[name]()) for name in given.commands or makers]
+    rows = [rig.one(makers[name]()) for name in given.commands or makers]
+    good = [row.pop("good") for row in rows]
     rig.server.close()
+    if given.record:
+        from rows import append
+
+        total = {name: sum(row[name] for row in rows) for name in ("kills", "equal")}
+        append("kills.jsonl", [{"benchmark": "kills", "seed": given.seed, **total, "commands": rows}], "cpu")
     print(f"{time.monotonic() - began:.0f} s in all; {'everything was equal' if all(good) else f'see {place}'}")
     if all(good):
         shutil.rmtree(place)

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from mantissa.dropin import PrecisionTrainer
     from mantissa.guard import GuardConfig
     from mantissa.kernels import learner_kernels, rollout_kernels
+    from mantissa.kernels.roles import emulated
     from mantissa.mismatch.metrics import gap_metrics
     from mantissa.model import policy_weights
     from mantissa.precision import PrecisionPolicy
     from mantissa.rl import RunConfig, load_recipe, resume, start
-    from mantissa.rl.assemble import emulated, load_policy
-    from mantissa.rl.config.sections import ModelSource
     from mantissa.rl.experience import Experience
+    from mantissa.rl.policy import ModelSource, load_policy
     from mantissa.rl.score import forward, forward_transformers, scatter, score
     from mantissa.rollout import NativeEngine, Request, SamplingParams
     from mantissa.rollout.transformers import TransformersEngine, load_transformers
@@ -53,13 +53,13 @@ _HOMES = {
     "dropin": ["PrecisionTrainer"],
     "guard": ["GuardConfig"],
     "kernels": ["Emulation", "learner_kernels", "resolve", "rollout_kernels"],
+    "kernels.roles": ["emulated"],
     "mismatch.metrics": ["gap_metrics"],
     "model": ["policy_weights"],
     "precision": ["PrecisionPolicy"],
     "rl": ["RunConfig", "load_recipe", "resume", "start"],
-    "rl.assemble": ["emulated", "load_policy"],
-    "rl.config.sections": ["ModelSource"],
     "rl.experience": ["Experience"],
+    "rl.policy": ["ModelSource", "load_policy"],
     "rl.score": ["forward", "forward_transformers", "scatter", "score"],
     "rollout": ["NativeEngine", "Request", "SamplingParams"],
     "rollout.transformers": ["TransformersEngine", "load_transformers"],

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from mantissa.algorithms import AlgorithmConfig, ReverseKLConfig, reverse_kl
+from mantissa.algorithms import ReverseKLConfig, reverse_kl
 from mantissa.base.errors import MantissaError
+from mantissa.rl.config.sections import AlgorithmConfig
 
 V, N = 23, 11
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import sqlite3
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
 from hostile import attempt
-from mantissa.base.budget import Budget, budget, call, memory, require_size, spending
+from mantissa.base.bounds import Budget, budget, call, require_size, spending
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers import readers
 from mantissa.cli import app
@@ -64,7 +62,7 @@ def test_a_large_file_brings_no_more_than_its_ceiling_and_weights_draw_nothing(t
 
 def test_a_machine_without_memory_left_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").touch()
-    monkeypatch.setattr("mantissa.base.budget.available_memory", lambda: 1000)
+    monkeypatch.setattr("mantissa.base.bounds.available_memory", lambda: 1000)
     with pytest.raises(MantissaError, match="only 1,000 bytes of memory are left"):
         require_size(tmp_path / "a", 10)
     spent = Budget(made=1 << 40)
@@ -86,8 +84,8 @@ def test_a_command_has_one_and_each_reading_elsewhere_its_own() -> None:
 
 
 def _repeated(path: Path) -> None:
-    """A text of 40 kB in a thousand rows, in some 3 KB."""
-    column = pa.DictionaryArray.from_arrays(pa.array([0] * 1000), pa.array(["x" * 40_000]))
+    """A text of 4 kB in a thousand rows, in some 3 KB."""
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 1000), pa.array(["x" * 4_000]))
     pyarrow.parquet.write_table(pa.table({"c": column}), path, compression="zstd")
 
 
@@ -95,7 +93,7 @@ def _defaulted(path: Path) -> None:
     with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE t (a)")
         connection.executemany("INSERT INTO t VALUES (?)", [(row,) for row in range(400)])
-        connection.execute(f"ALTER TABLE t ADD COLUMN b DEFAULT '{'x' * 100_000}'")
+        connection.execute(f"ALTER TABLE t ADD COLUMN b DEFAULT '{'x' * 10_000}'")
     connection.close()
 
 
@@ -106,9 +104,9 @@ def test_files_each_below_the_limit_are_too_many(kind: str, write: Callable[[Pat
         write(tmp_path / name)
     read = readers()[kind]
     for name in ("a", "b", "c"):
-        with spending(Budget(made=100 << 20, times=0)):
+        with spending(Budget(made=10 << 20, times=0)):
             assert attempt(read, tmp_path / name) is None
-    with spending(Budget(made=100 << 20, times=0)):
+    with spending(Budget(made=10 << 20, times=0)):
         said = [attempt(read, tmp_path / name) for name in ("a", "b", "c")]
     assert said[0] is None
     assert "bytes in memory for what one command reads in all" in str(said[2])
@@ -118,26 +116,14 @@ def test_a_command_of_the_command_line_has_one(monkeypatch: pytest.MonkeyPatch, 
     """``mantissa check`` of more files than a command may read, each a command's for the asking."""
     (tmp_path / "a.yaml").write_text("trainer:\n  a: 1\n")
     (tmp_path / "b.yaml").write_text("trainer:\n  b: 1\n")
-    monkeypatch.setattr("mantissa.base.budget.Budget", lambda **more: Budget(**{"files": 1} | more))
+    monkeypatch.setattr("mantissa.base.bounds.Budget", lambda **more: Budget(**{"files": 1} | more))
     one, both = (CliRunner().invoke(app, ["check", *map(str, paths)]) for paths in (
         [tmp_path / "a.yaml"], [tmp_path / "a.yaml", tmp_path / "b.yaml"]))  # fmt: skip
     assert "more than 1 files" not in str(one.exception)
     assert "more than 1 files for what one command reads in all" in str(both.exception)
 
 
-def test_a_call_that_does_not_end_is_ended() -> None:
-    ended = threading.Event()
-
-    def spin() -> None:
-        try:
-            while True:
-                pass
-        finally:
-            ended.set()
-
-    with pytest.raises(TimeoutError, match=r"took longer than 0\.1 s"):
-        call(spin, 0.1)
-    assert ended.wait(10), "and is not at work any more"
+def test_a_call_gives_what_it_is_called_for() -> None:
     assert call(lambda: 5, 1.0) == 5
     with pytest.raises(ZeroDivisionError):
         call(lambda: 1 // 0, 1.0)
@@ -148,11 +134,3 @@ def test_what_cannot_be_ended_is_left_behind() -> None:
     with pytest.raises(TimeoutError):
         call(lambda: time.sleep(1.5), 0.1)
     assert time.monotonic() - began < 1.2
-
-
-def test_a_limit_is_of_what_is_taken_beyond_and_ends_with_its_block() -> None:
-    with memory(64 << 20):
-        assert np.empty(16 << 20, np.int8).size == 16 << 20
-        with pytest.raises(MemoryError):
-            np.empty(4 << 30, np.int8)  # more than what was freed before and is still held; never touched
-    assert np.empty(4 << 30, np.int8).size == 4 << 30

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mantissa.base.digest import Digest, digest, partial
 from mantissa.base.errors import MantissaError
+from mantissa.base.tensors import Digest, digest, partial
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.int64, torch.uint8]
 

@@ -28,7 +28,7 @@ PARSING = {
 }  # fmt: skip
 # File, call, and why it is sound.
 EXCEPTIONS = {
-    ("tasks/sandbox/jail.py", "json.loads"): "runs alone in the jail, without a package; what it reads is the parent's",
+    ("base/jail.py", "json.loads"): "runs alone in the jail, without a package; what it reads is the parent's",
     ("tasks/sandbox/pool.py", "pickle.loads"): "between our own processes; a policy's programs hold no end of the pipe",
 }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from mantissa.bench.profile import PARTS, Line, Profile, profile_runner
+from mantissa.bench.command import PARTS, Line, Profile, profile_runner
 from mantissa.bench.runner import Contender, Runner
 from mantissa.bench.workload import Source
 

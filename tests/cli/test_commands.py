@@ -181,6 +181,8 @@ def test_a_long_line_goes_on_below_its_last_column() -> None:
         "",
         "  a.key=" + "x" * 50,  # a setting stays whole
     ]
+    far = f"  {'y' * 40}  a.field, another"
+    assert cli.folded(far, 48).split("\n") == [f"  {'y' * 40}", "      a.field, another"]
 
 
 def look_row(pair: str, gap: float, seconds: float = 0.5) -> dict[str, Any]:

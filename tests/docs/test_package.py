@@ -14,7 +14,7 @@ import pytest
 
 import mantissa
 from mantissa.base.errors import pip_install
-from mantissa.base.shipped import said_of, shipped_recipes
+from mantissa.base.readers.yaml import said_of, shipped_recipes
 
 ROOT = Path(__file__).parents[2]
 # "pip install mantissa", with options and quotes, or an extra of it: 'mantissa[ray]', mantissa\\[ray\\] in a pattern

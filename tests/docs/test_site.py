@@ -94,7 +94,7 @@ def test_tables_are_current(name: str) -> None:
     assert make_tables.filled(text, name) == text, "run: python docs/make_tables.py"
 
 
-MOST_PAGES, MOST_WORDS = 26, 27_450  # to read, the reference apart: the goals are 20 and 25,000
+MOST_PAGES, MOST_WORDS = 20, 25_000  # to read, the reference apart
 
 
 def words(text: str) -> int:
@@ -120,7 +120,7 @@ def test_prometheus_names_are_distinct_and_those_of_the_page_s_function() -> Non
     names = [tables_trainer.prometheus_name(metric.name) for metric in METRICS]
     assert len(set(names)) == len(names)
     assert all(re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", name) for name in names)
-    source = re.search(r"def prometheus_name.*?\n\n", (DOCS / "production.md").read_text(), re.S)
+    source = re.search(r"def prometheus_name.*?\n\n", (DOCS / "metrics.md").read_text(), re.S)
     assert source is not None
     namespace = {"re": re}
     exec(source[0], namespace)
@@ -132,7 +132,7 @@ def test_alerts_ask_for_series_that_are_exported() -> None:
 
     from mantissa.runs.catalogue import METRICS
 
-    page = (DOCS / "production.md").read_text()
+    page = (DOCS / "metrics.md").read_text()
     assert (DOCS / "alerts.yml").read_text() == tables_trainer.alert_rules(), "run: python docs/make_tables.py"
     rules = yaml.safe_load(tables_trainer.alert_rules())
     asked = {name for rule in rules["groups"][0]["rules"] for name in re.findall(r"mantissa_\w+", rule["expr"])}

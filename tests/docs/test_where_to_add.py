@@ -206,9 +206,9 @@ class ZLoss(Term):
         return value, {"policy/entropy_bonus": Accumulator.of("sum", value)}
 ''',
     )
-    copy.edit("rl/objective.py", "    terms: list[Term] = []\n", "    terms: list[Term] = [ZLoss()]\n")
+    copy.edit("rl/learner.py", "    terms: list[Term] = []\n", "    terms: list[Term] = [ZLoss()]\n")
     base = "from mantissa.rl.terms.base import"
-    copy.edit("rl/objective.py", base, f"from mantissa.rl.terms.toy import ZLoss\n{base}")
+    copy.edit("rl/learner.py", base, f"from mantissa.rl.terms.toy import ZLoss\n{base}")
     said = copy.train(loss="{kind: reinforce, centering: 2}")  # beside another that asks for numbers of the logits
     rows = [json.loads(row) for row in (copy.folder / "run" / "metrics.jsonl").read_text().splitlines()]
     told = [float(value) for value in re.findall(r"^z-loss (\S+)$", said, re.M)]

@@ -13,10 +13,10 @@ import pytest
 
 import curve_logs
 from curve_logs import Row, changed, gap_times, healthy
-from mantissa.doctor.curve_page import LINES, WIDTH, lines, write_log_page
 from mantissa.doctor.curves import CurveDiagnosis, examine_log
 from mantissa.doctor.diagnosis import Basis, Verdict
 from mantissa.doctor.logs import Curve, Log, Role, read_log, table
+from mantissa.doctor.page import LINES, WIDTH, lines, write_log_page
 
 PROGRAMS = ["trl", "verl", "nemo-rl", "prime-rl", "slime", "skyrl", "openrlhf", "mantissa"]
 WITH_SIZE = [name for name in PROGRAMS if name != "openrlhf"]

@@ -17,8 +17,8 @@ import torch
 import dumps
 from mantissa.doctor.diagnosis import Basis, Diagnosis, Open, Verdict
 from mantissa.doctor.dump import Scored
+from mantissa.doctor.evidence import without
 from mantissa.doctor.examine import examine
-from mantissa.doctor.fillers import without
 from mantissa.doctor.signatures import SIGNATURES
 from mantissa.doctor.words import first_line
 

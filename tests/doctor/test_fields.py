@@ -55,7 +55,8 @@ CHANGES: dict[str, tuple[str, Change]] = {
     "the mean": ("repeated", lambda x: np.full_like(x, x.mean())),
     "the sum": ("repeated", lambda x: np.full_like(x, x.sum())),
     "the first one": ("repeated", lambda x: np.full_like(x, x[0])),
-    "no first number": ("unscored", lambda x: first(x, np.nan)),
+    "no first number in some": ("unscored", lambda x: first(x, np.nan if int(1e6 * abs(x[0])) % 4 else x[0])),
+    "0 as first number": ("unscored", lambda x: first(x, 0.0)),
     "none from the twentieth on": ("unscored", lambda x: beyond(x, 20)),
     "an overflow": ("nonfinite", overflown),
 }
@@ -246,3 +247,25 @@ def test_a_list_that_lost_a_value_in_its_middle_is_not_only_short() -> None:
     assert "differ beyond rounding too" not in short.headline
     assert moved.fault is not None
     assert moved.fault.name in ("moved_from", "shift") or "differ beyond rounding too" in moved.headline, moved.headline
+
+
+def test_a_first_token_that_no_engine_scored_is_said_and_no_fault() -> None:
+    """Where every response lacks it and the rest is rounding; where the learner lacks it, or the end, it is a fault."""
+    plain = dumps.healthy(16, 4, 16)
+
+    def lacking(name: str, place: int) -> Diagnosis:
+        def one(s: Scored) -> Scored:
+            values = getattr(s, name).copy()
+            values[place] = np.nan
+            return dataclasses.replace(s, **{name: values})
+
+        return examine(dumps.dump_of([one(each) for each in plain]))
+
+    healthy = lacking("rollout_logp", 0)
+    assert healthy.verdict is Verdict.HEALTHY, healthy.headline
+    assert healthy.headline.startswith("the rollout has no log-prob of the first token of each response: 64 tokens")
+    assert healthy.figures["tokens"] == 64 * 15
+    for name, place, wanted in (("learner_logp", 0, "unscored"), ("rollout_logp", -1, "end_token")):
+        found = lacking(name, place)
+        assert found.fault is not None
+        assert (found.verdict, found.fault.name) == (Verdict.FAULT, wanted), found.headline

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -13,11 +14,10 @@ import pytest
 import dumps
 from hostile import attempt
 from mantissa.base.errors import MantissaError
-from mantissa.doctor.confined import ARRAYS, packed
+from mantissa.base.jail import filter_program
 from mantissa.doctor.dump import Dump, Scored
-from mantissa.doctor.isolated import LIMITS, Reading, unpacked
+from mantissa.doctor.isolated import ARRAYS, LIMITS, Reading, packed, unpacked
 from mantissa.doctor.readers import read_dump
-from mantissa.tasks.sandbox.jail import filter_program
 
 SEQUENCES = dumps.healthy(prompts=3, samples=2, length=5)
 
@@ -100,47 +100,68 @@ def test_a_fault_in_a_reader_is_one_error(fault: str, tmp_path: Path) -> None:
     assert FAULTS[fault] in str(error)
     assert str(error).startswith(f"{tmp_path / 'x.jsonl'}: ")
     with pytest.raises(ProcessLookupError):
-        os.kill(reading._process.pid, 0)
+        os.kill(reading._child.process.pid, 0)
 
 
 HEADER = {
-    "framework": "plain", "run": False, "notes": [], "mapped": [], "counts": [1, 1, 3, 3, 1, 1, 2, 1, 1, 1, 0, 0, 0],
+    "framework": "plain", "run": False, "notes": [], "mapped": [],
     "settings": {"renormalised": False} | dict.fromkeys(
         ("temperature", "top_k", "top_p", "logprobs_mode", "rollout_format", "learner_format", "experts",
          "healthy_size")
     ),
 }  # fmt: skip
+ONE = [bytes(each) for each in packed(Dump("plain", Path("x"), SEQUENCES[:1]))]
+
+
+def frames(*parts: object, end: bytes = b".") -> bytes:
+    """An answer of these parts: bytes are arrays, anything else JSON."""
+    kinds = [(b"a", each) if isinstance(each, bytes) else (b"j", json.dumps(each).encode()) for each in parts]
+    return b"".join(struct.pack("<cQ", kind, len(data)) + data for kind, data in kinds) + (
+        struct.pack("<cQ", end, 0) if len(end) == 1 else end
+    )
+
+
 GARBAGE = {
     "nothing": (b"", "no whole answer"),
-    "no line": (b"\xff" * 70_000, "begins with no line"),
-    "no JSON": (b"hello\n", "no JSON"),
-    "too deep": (b"[" * 60_000 + b"\n", "no JSON"),
-    "a list": (b"[]\n", "without fields"),
-    "another object": (b'{"a": 1}\n', "other fields"),
-    "an odd setting": (HEADER | {"settings": HEADER["settings"] | {"temperature": "hot"}}, "no sampling has"),  # type: ignore[operator]
-    "no counts": (HEADER | {"counts": [1]}, "without the sizes"),
-    "negative": (HEADER | {"counts": [-1] * 13}, "impossible sizes"),
-    "enormous": (HEADER | {"counts": [1 << 40] * 13}, "impossible sizes"),
-    "large": (HEADER | {"counts": [1 << 29] * 13}, "expected at most"),
-    "half": (HEADER, "no whole answer"),
-    "wrong": (json.dumps(HEADER).encode() + b"\n" + b"\x7f" * 90, "do not fit"),
-    "a terminal's words": (b'{"error": "\\u001b[2Jgone"}\n', " [2Jgone"),
-}
+    "no frame": (b"\xff" * 70_000, "an answer that is none"),
+    "no JSON": (struct.pack("<cQ", b"j", 5) + b"hello", "no JSON"),
+    "too deep": (struct.pack("<cQ", b"j", 60_000) + b"[" * 60_000, "no JSON"),
+    "not UTF-8": (struct.pack("<cQ", b"j", 3) + b'"\xff"', "no JSON"),
+    "an end alone": (frames(), "without fields"),
+    "a list": (frames([]), "without fields"),
+    "another object": (frames({"a": 1}), "other fields"),
+    "an odd setting": (
+        frames(HEADER | {"settings": HEADER["settings"] | {"temperature": "hot"}}, *ONE), "no sampling has"),  # type: ignore[operator]
+    "no arrays": (frames(HEADER), "other arrays"),
+    "halves of numbers": (frames(HEADER, *(each + b"x" for each in ONE)), "other arrays"),
+    "values where arrays go": (frames(HEADER, *[1] * 13), "without fields"),
+    "enormous": (struct.pack("<cQ", b"a", 1 << 62), "gave more than"),
+    "a large error": (struct.pack("<cQ", b"e", 1 << 20), "an answer that is none"),
+    "half": (frames(HEADER, end=b"a"[:1] + b"\7"), "no whole answer"),
+    "wrong": (frames(HEADER, *[b"\x7f" * 8] * 13), "do not fit"),
+    "an error that is no text": (struct.pack("<cQ", b"e", 1) + b"1", "an error without words"),
+    "a terminal's words": (struct.pack("<cQ", b"e", 13) + b'"\\u001b[2Jgo"', "\\x1b[2Jgo"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
 def test_garbage_in_the_pipe_is_one_error(kind: str, tmp_path: Path) -> None:
-    sent, said = GARBAGE[kind]
-    data = json.dumps(sent).encode() + b"\n" if isinstance(sent, dict) else sent
+    data, said = GARBAGE[kind]
     (tmp_path / "x.jsonl").write_bytes(data)
     assert said in str(attempt(Reading(tmp_path / "x.jsonl", reader="bad_readers:answer").dump))
+
+
+def test_what_a_reader_would_have_sent_is_a_dump(tmp_path: Path) -> None:
+    """So the frames above are refused for what is wrong with them."""
+    (tmp_path / "x.jsonl").write_bytes(frames(HEADER, *ONE))
+    assert len(Reading(tmp_path / "x.jsonl", reader="bad_readers:answer").dump().sequences) == 1
 
 
 def test_arrays_that_do_not_fit_are_refused() -> None:
     """Each array in turn a number shorter, and with a number that none can hold."""
     kept = [np.array([4, 5]), None]
     one = Scored(np.array([1, 2, 4, 5]), 2, np.zeros(2), np.zeros(2), np.ones(2, bool), 1, 2, 3, np.ones(2, bool), kept)
-    good = dict(zip(ARRAYS, packed(Dump("plain", Path("x"), [one, one]))[1], strict=True))
+    good = dict(zip(ARRAYS, packed(Dump("plain", Path("x"), [one, one])), strict=True))
     assert unpacked(good) is not None
     for name, values in good.items():
         assert unpacked(good | {name: values[:-1]}) is None, name

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from mantissa.doctor.curve_page import lines
 from mantissa.doctor.curves import examine_log
 from mantissa.doctor.diagnosis import Verdict
 from mantissa.doctor.logs import read_log
+from mantissa.doctor.page import lines
 
 JOBS = Path(__file__).parents[1] / "data" / "jobs"
 SAID: dict[str, tuple[Verdict, str]] = {

@@ -21,11 +21,11 @@ import curve_logs
 from hostile import attempt
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.events import _masked, read_events
-from mantissa.doctor.curve_page import lines
 from mantissa.doctor.curves import examine_log
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.isolated import Reading
 from mantissa.doctor.logs import Log, Role, read_log, table
+from mantissa.doctor.page import lines
 from mantissa.doctor.sources import given, read_source
 
 DATA = Path(__file__).parents[1] / "data"

@@ -22,7 +22,7 @@ from mantissa.doctor.gate import Gate
 from mantissa.doctor.logs import read_log
 from mantissa.doctor.runs import in_its_formats, read_run
 from mantissa.doctor.sample import tokens_of
-from mantissa.guard.review import guard_of
+from mantissa.guard.log import guard_of
 from mantissa.mismatch.metrics import gap_metrics
 from mantissa.mismatch.tables import K3
 from mantissa.mismatch.usual import USUAL, usual

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import dumps
-from mantissa.doctor.diagnosis import Basis, Diagnosis, Verdict
+from mantissa.doctor.diagnosis import Basis, Diagnosis, Finding, Verdict
 from mantissa.doctor.dump import Scored
 from mantissa.doctor.examine import examine
+from mantissa.doctor.signatures import _too_little
 from mantissa.doctor.words import first_line
 
 WORDS = 30
@@ -142,3 +143,20 @@ def test_experts_that_are_full_at_the_end_of_each_batch(experts: bool) -> None:
     names = {found.fault.name, *found.fault.also} if found.fault is not None else set()
     assert ("capacity" in names) is experts, found.headline
     assert found.verdict is not Verdict.HEALTHY
+
+
+@pytest.mark.parametrize(("kept", "named"), [(0.2, True), (0.4, False)])
+def test_what_still_goes_together_is_not_of_other_tokens(kept: float, named: bool) -> None:
+    """A model that is broken keeps some of the order of its words; another text keeps how frequent they are."""
+    found = told(rolled(lambda x, draw: normal(kept * x + draw.normal(0, 2, WORDS))))
+    assert (found.verdict is Verdict.FAULT) == named, found.headline
+    assert (found.fault if named else found.candidates[0]).name == "unrelated", found.headline  # type: ignore[union-attr]
+
+
+def test_a_part_of_the_gap_is_no_name_for_all_of_it() -> None:
+    """Where two were to explain it together, and one of them is not proven."""
+    half, tokens = (Finding(name, True, 1e-9, 1.0, "", None, "", share=share)
+                    for name, share in (("half_logits", 0.26), ("single_tokens", 0.6)))  # fmt: skip
+    assert "74%" in _too_little([half, tokens], [half])
+    assert not _too_little([half, tokens], [half, tokens])
+    assert not _too_little([dataclasses.replace(half, share=0.6), tokens], [dataclasses.replace(half, share=0.6)])

@@ -202,7 +202,7 @@ def test_tensors_of_every_kind_come_out_as_they_went_in(tmp_path: Path) -> None:
     for name in ("a", "t", "f", "b", "s", "e"):
         np.testing.assert_array_equal(found[name], saved[name].numpy())  # type: ignore[attr-defined]
     np.testing.assert_array_equal(found["h"], saved["h"].float().numpy())  # type: ignore[attr-defined]
-    np.testing.assert_array_equal(found["np"].array, saved["np"])
+    np.testing.assert_array_equal(found["np"], saved["np"])
     assert found["n"] == [1, None, "x"]
     assert found["i"] == 7
 

@@ -15,11 +15,10 @@ import pytest
 import dumps
 from mantissa.base.errors import MantissaError
 from mantissa.doctor.diagnosis import Basis, Diagnosis, Open, Verdict
-from mantissa.doctor.dump import Scored, Settings
+from mantissa.doctor.dump import Scored, Settings, routes
 from mantissa.doctor.examine import examine
 from mantissa.doctor.facts import usual_of
 from mantissa.doctor.readers import read_dump
-from mantissa.doctor.routers import routes
 from mantissa.doctor.words import first_line
 
 
@@ -121,7 +120,7 @@ def test_more_than_routers_move_is_not_healthy() -> None:
     assert asked(few, True).verdict is not Verdict.HEALTHY
 
 
-@pytest.mark.parametrize(("size", "name"), [(0.5, "some_sequences"), (3.0, "unrelated")])
+@pytest.mark.parametrize(("size", "name"), [(0.5, "some_sequences"), (3.0, "some_sequences"), (8.0, "unrelated")])
 def test_a_part_of_the_sequences_is_named_in_a_dump_that_says_nothing(size: float, name: str) -> None:
     draw = np.random.default_rng(2)
     part = iter(draw.permutation(128) < 32)

@@ -17,8 +17,7 @@ from fake_vllm_server import FakeServer
 from mantissa.base.errors import MantissaError
 from mantissa.base.tensors import write_tensors
 from mantissa.cli import app
-from mantissa.doctor.held import held
-from mantissa.doctor.served import ServedWeights
+from mantissa.doctor.held import ServedWeights, held
 from mantissa.doctor.weights import Comparison, Fate, compare
 
 TRAINED = {name: each.contiguous() for name, each in masters(3).items()}

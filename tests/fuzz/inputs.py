@@ -3,15 +3,17 @@
     PYTHONPATH=tests/support:tests/fuzz python tests/fuzz/inputs.py [--seed N] [--count N] [--record] [READER ...]
 
 The generators are the suite's (``test_readers.py``), and those below of what is read by no single reader: chat
-templates, scripts and configurations, GGUF files. An input may be refused or accepted; it fails where it takes over
-20 s of the processor or 2 GB of memory, raises anything but one clear error, or ends the process. A line a reader;
-exit code 1 where one failed, which is kept.
+templates, scripts and configurations, GGUF files: of each as many. An input may be refused or accepted; it fails where
+it takes over 20 s of the processor or 2 GB of memory, in this process and in the one that reads apart, raises anything
+but one clear error, or ends the process. A line a reader; exit code 1 where one failed, which is kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import resource
 import shutil
 import sys
 import tempfile
@@ -23,12 +25,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from test_readers import GENERATORS, SLOW, damaged
+import flips
+from test_readers import GENERATORS, damaged
 
 from gguf_files import gguf_decoder, write_gguf
 from hostile import attempt
-from mantissa.base.budget import spending
-from mantissa.base.readers import readers
+from mantissa.base.bounds import spending
+from mantissa.base.readers import child, readers
 from mantissa.launch.settings import read_settings
 from mantissa.model import byte_tokenizer, load_model
 
@@ -114,8 +117,9 @@ OTHERS: dict[str, tuple[Callable[[Random, Path], None], Reader]] = {
     "chat templates": (chat_template, render),
     "scripts": (script, settings),
     "gguf": (gguf_file, lambda path: load_model(path.with_suffix(".gguf"))),
+    "runs with a flipped bit": (flips.run_with_a_flipped_bit, flips.go_on),
+    "models with a flipped bit": (flips.model_with_a_flipped_bit, flips.load),
 }
-SHARES = {"chat templates": 4, "scripts": 4, "gguf": 5} | SLOW  # so many times fewer inputs
 
 
 def all_inputs() -> dict[str, tuple[Callable[[Random, Path], None], Reader]]:
@@ -125,19 +129,39 @@ def all_inputs() -> dict[str, tuple[Callable[[Random, Path], None], Reader]]:
 
 
 def try_one(generate: Callable[[Random, Path], None], read: Reader, seed: str, path: Path) -> tuple[bool, float, int]:
-    """Whether the input of a seed was refused, seconds of the processor, and bytes of memory that it took at most."""
+    """Whether the input of a seed was refused, seconds of the processor, and bytes of memory that it took at most: here
+    beyond what there was, and all of a process that reads apart."""
     generate(Random(seed), path)
     Path("/proc/self/clear_refs").write_text("5")
-    before, began = peak(), time.process_time()
+    before, began = peak(), _seconds()
     with spending():
         refused = attempt(read, path) is not None
-    return refused, time.process_time() - began, peak() - before
+    return refused, _seconds() - began, max(peak() - before, _apart())
 
 
-def peak() -> int:
-    """Bytes of memory that this process held at most since it was last reset."""
-    (line,) = (each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
+def peak(process: int | str = "self") -> int:
+    """Bytes of memory that a process held at most; of this one since it was last reset."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return 1024 * next((int(each.split()[1]) for each in lines if each.startswith("VmHWM")), 0)
+
+
+def _readers_apart() -> list[int]:
+    return [each.process.pid for every in child._idle.values() for each in every]
+
+
+def _apart() -> int:
+    """Bytes that any process that reads apart has held at most, and in which many an input was read."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    return max([ended, *map(peak, _readers_apart())])
+
+
+def _seconds() -> float:
+    """Of the processor, of this process and those that read apart, ended or not."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ticks = 0
+    for pid in _readers_apart():
+        ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+    return time.process_time() + ended.ru_utime + ended.ru_stime + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def over(name: str, count: int, seed: int, folder: Path) -> dict[str, Any]:
@@ -167,15 +191,16 @@ def main() -> int:
     """Try them; exit code 1 where one failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=1000, help="of each reader; of slow ones a part")
+    parser.add_argument("--count", type=int, default=10_000, help="of all readers together, of each as many")
     parser.add_argument("--record", action="store_true", help="append a row to results/hostile_inputs.jsonl")
     parser.add_argument("readers", nargs="*")
     given = parser.parse_args()
     warnings.simplefilter("ignore")  # libraries' own, about what they read
     rows = []
-    for name in given.readers or all_inputs():
+    names = given.readers or [*all_inputs()]
+    for name in names:
         with tempfile.TemporaryDirectory(prefix="inputs-") as folder:
-            rows.append(over(name, max(1, given.count // SHARES.get(name, 1)), given.seed, Path(folder)))
+            rows.append(over(name, -(-given.count // len(names)), given.seed, Path(folder)))
         print(json.dumps(rows[-1]), flush=True)
     total, failed = sum(row["inputs"] for row in rows), [each for row in rows for each in row["failed"]]
     print(f"seed {given.seed}: {total:,} inputs, {len(failed)} failed, {time.process_time():.0f} s of the processor")

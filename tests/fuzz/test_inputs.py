@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
+import flips
 import pytest
 from inputs import MOST_BYTES, OTHERS, all_inputs, over
 
@@ -23,6 +24,20 @@ def test_a_few_hostile_inputs(name: str, count: int, tmp_path: Path) -> None:
 
 def test_whatever_is_read_has_inputs() -> None:
     assert all_inputs().keys() == readers().keys() | OTHERS.keys()
+
+
+def test_what_a_flipped_bit_changed_in_silence_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A run that ends otherwise, though nothing was flipped that anybody looks at."""
+    monkeypatch.setattr(flips, "_run", lambda: (tmp_path / "run", {"metrics": [1], "rollouts": {}}))
+    monkeypatch.setattr(flips, "_gone_on", lambda path: "nothing to say")
+    monkeypatch.setattr(flips, "contents", lambda path: {"metrics": [2], "rollouts": {}})
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.json").write_text("{}")
+    (tmp_path / "in").mkdir()
+    (failed,) = over("runs with a flipped bit", 1, 0, tmp_path / "in")["failed"]
+    assert "SilentError: notes.json: metrics differ" in failed
+    monkeypatch.setattr(flips, "_gone_on", lambda path: "notes.json has changed since")
+    assert over("runs with a flipped bit", 1, 0, tmp_path / "in")["failed"] == []
 
 
 def test_a_traceback_and_too_much_memory_are_failures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

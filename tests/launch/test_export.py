@@ -16,8 +16,7 @@ from mantissa.launch.export import Draft, export, fields_of, hydra_value, table
 from mantissa.launch.facts import FACTS, full, short
 from mantissa.precision import PrecisionPolicy
 from mantissa.rl import RunConfig, load_recipe
-from mantissa.verl.engine_options import EngineOptions
-from mantissa.verl.options import Fsdp2Options
+from mantissa.verl.options import EngineOptions, Fsdp2Options
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "recipes" / "cluster"

@@ -13,8 +13,8 @@ import torch
 import small_run
 from mantissa.kernels import ExactPlan, plan_exact
 from mantissa.rl import RunConfig, start
+from mantissa.rl import assemble as building
 from mantissa.rl.assemble import Parts, assemble
-from mantissa.rl.exact import plan as building
 from mantissa.runs.directory import RunDirectory
 
 

@@ -29,10 +29,10 @@ from mantissa.model import (
     trained_parameters,
 )
 from mantissa.model.decoder import adapter_parameters
-from mantissa.rl.adapters import locate, open_policy
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.experience import Scored
+from mantissa.rl.policy import locate, open_policy
 from mantissa.rl.session import resume, start
 from mantissa.runs.directory import RunDirectory
 from small_run import QUICK, contents, stopped

@@ -13,9 +13,9 @@ import torch
 from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import be_deterministic, choose_device
 from mantissa.model import byte_tokenizer, save_model
-from mantissa.rl.adapters import policy_folder
 from mantissa.rl.assemble import Parts
 from mantissa.rl.config.run import RunConfig
+from mantissa.rl.policy import policy_folder
 from mantissa.rl.session import _uncorrected, start
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.seeds import stream_slice
+from mantissa.rl.ahead import AsyncSource, shares
 from mantissa.rl.assemble import Parts
-from mantissa.rl.collect.ahead import AsyncSource, shares
-from mantissa.rl.collect.batch import Batch, SyncSource
+from mantissa.rl.batch import Batch, SyncSource
 from mantissa.rl.config.run import RunConfig, make_config
 from mantissa.rl.probes import Lag
 from mantissa.rl.session import resume

@@ -13,9 +13,9 @@ import torch
 
 from experiences import dry_update, gradients, hugging_face, of_samples
 from mantissa.base.errors import MantissaError
+from mantissa.rl.ahead import pack, unpack
 from mantissa.rl.assemble import Parts
-from mantissa.rl.collect.ahead import pack, unpack
-from mantissa.rl.collect.batch import Batch
+from mantissa.rl.batch import Batch
 from mantissa.rl.experience import Scored
 from mantissa.rollout.support import MostProbable
 from mantissa.runs.directory import RunDirectory

@@ -23,9 +23,9 @@ from mantissa.base.seeds import derive_seed, generator, stream_slice
 from mantissa.kernels import resolve, rollout_kernels
 from mantissa.model import Decoder, FreshModelConfig, character_tokenizer, policy_weights, save_model
 from mantissa.precision import FP32, PrecisionPolicy
+from mantissa.rl.ahead import pack, unpack
 from mantissa.rl.assemble import Parts
-from mantissa.rl.collect.ahead import pack, unpack
-from mantissa.rl.collect.batch import (
+from mantissa.rl.batch import (
     Batch,
     Collector,
     Sample,

@@ -16,7 +16,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.rl import resume
 from mantissa.rl.assemble import Parts
 from mantissa.rl.experience import Scored
-from mantissa.rl.objective import weigh
+from mantissa.rl.learner import weigh
 from mantissa.rl.terms.critic import Critic
 from mantissa.runs.directory import RunDirectory
 from small_run import configure, contents, stopped

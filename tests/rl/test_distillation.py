@@ -21,7 +21,7 @@ from mantissa.model import Decoder, save_model
 from mantissa.rl import resume
 from mantissa.rl.assemble import Parts
 from mantissa.rl.experience import Scored
-from mantissa.rl.objective import weigh
+from mantissa.rl.learner import weigh
 from mantissa.runs.directory import RunDirectory
 from small_run import configure, contents, stopped
 

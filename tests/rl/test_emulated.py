@@ -10,8 +10,9 @@ import pytest
 from html_page import Page
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import EmulatedKernels, Emulation, SimulatedKernels, resolve, rollout_kernels
+from mantissa.kernels.roles import emulated
 from mantissa.precision import PrecisionPolicy
-from mantissa.rl.assemble import Parts, emulated
+from mantissa.rl.assemble import Parts
 from mantissa.rl.config.run import RunConfig, widened
 from mantissa.runs.directory import RunDirectory
 from small_run import QUICK

@@ -24,11 +24,12 @@ from mantissa.base.errors import MantissaError
 from mantissa.kernels import Planned, resolve
 from mantissa.mismatch.tables import ENGINE_METRICS
 from mantissa.precision import Fp8Policy, PrecisionPolicy
-from mantissa.rl.assemble import Parts, on_vllm
-from mantissa.rl.collect.batch import SyncSource
+from mantissa.rl.assemble import Parts, exact_policy
+from mantissa.rl.batch import SyncSource
 from mantissa.rl.config.run import RunConfig
-from mantissa.rl.exact.twin import EngineShare, exact_policy
+from mantissa.rl.engines import on_vllm
 from mantissa.rl.experience import Scored
+from mantissa.rl.probes import EngineShare
 from mantissa.rl.session import resume
 from mantissa.rollout import Completion, NativeEngine, Request, SamplingParams, VllmEngine, VllmStart
 from mantissa.rollout.vllm.worker import digest
@@ -197,7 +198,7 @@ def test_where_there_are_no_exact_kernels_none_stand_in(build: Build, monkeypatc
     def refuse(*_: Any) -> None:
         raise MantissaError("precision.kernels=exact: no way (a; b), in bf16; choose kernels=fast, or another torch")
 
-    monkeypatch.setattr("mantissa.rl.exact.plan.plan_exact", refuse)
+    monkeypatch.setattr("mantissa.rl.assemble.plan_exact", refuse)
     share = share_of(build("precision=bf16"))
     assert share.twin.kernels is None
     assert not share.due(1)

@@ -26,13 +26,12 @@ from mantissa.cli import app
 from mantissa.kernels import ExactBf16Kernels, ExactKernels, Kernels, NativeKernels, Planned, cpu, plan_exact
 from mantissa.model import Decoder, ModelConfig, load_model
 from mantissa.precision import E4M3, FP32, PrecisionPolicy, round_to_format
-from mantissa.rl import assemble, session
+from mantissa.rl import assemble, replay, session
 from mantissa.rl import step as steps
-from mantissa.rl.exact import plan, replay
-from mantissa.rl.exact.check import Exactness
-from mantissa.rl.exact.replay import Case, read_case, write_case
 from mantissa.rl.experience import Experience, Sequences
 from mantissa.rl.learner import Learner
+from mantissa.rl.probes import Exactness
+from mantissa.rl.replay import Case, read_case, write_case
 from mantissa.rl.run import Run
 from mantissa.rl.score import forward
 from mantissa.rollout import Call, NativeEngine, Request, SamplingParams, generation
@@ -166,8 +165,7 @@ def test_what_differs_on_one_side_is_caught_named_and_replayed(
 ) -> None:
     if kind is SiluOfBf16:
         request.getfixturevalue("bf16_is_own")
-    monkeypatch.setattr(plan, "rollout_kernels", mutated(kind))  # what is probed
-    monkeypatch.setattr(assemble, "rollout_kernels", mutated(kind))
+    monkeypatch.setattr(assemble, "rollout_kernels", mutated(kind))  # what is probed, and what samples
     if kind is PerTensor:
         with pytest.raises(MantissaError, match="fp8 is not active in the PerTensor on cpu"):
             train(*SHORT, f"precision={precision}")  # the probe sees it first
@@ -333,7 +331,7 @@ def test_a_fault_between_checks_and_in_the_last_step(
             monkeypatch.setattr(generation, "sample", broken)
         return stepped(run, number)
 
-    monkeypatch.setattr(steps, "take_step", break_and_step)
+    monkeypatch.setattr(session, "take_step", break_and_step)
     with pytest.raises(MantissaError, match=f"step {step}: .*{said}"):
         train(*EXACT, "steps=3", "precision=fp32", "precision.check_every=9")  # warm, so that some rewards differ
 
@@ -545,7 +543,7 @@ def test_a_first_difference_moves_to_the_safer_plan_before_anything_is_learned(
     rows = run.read_metrics()
     assert [(row["exact/replans"], row["exact/mismatched_tokens"]) for row in rows] == [(1, 0), (1, 0)]
 
-    monkeypatch.setattr(plan, "plan_exact", lambda *given: plan_exact(*given[:3], "one tile"))
+    monkeypatch.setattr(assemble, "plan_exact", lambda *given: plan_exact(*given[:3], "one tile"))
     safe = train(*recipe)  # from the beginning: the same prompts and uniforms, so the same weights in the end
     assert [row["exact/replans"] for row in safe.read_metrics()] == [0, 0]
     one, other = (load_model(each.policy_path).state_dict() for each in (run, safe))

@@ -22,9 +22,8 @@ from mantissa.base.ranks import ALONE
 from mantissa.model.partition import kept_units
 from mantissa.rl.assemble import Parts, assemble, new_learner
 from mantissa.rl.experience import Scored
-from mantissa.rl.learner import Learner
-from mantissa.rl.objective import weigh
-from mantissa.rl.terms.flow import PREFIX, Partition
+from mantissa.rl.learner import Learner, weigh
+from mantissa.rl.terms.small import PREFIX, Partition
 from small_run import configure
 
 BASE = (

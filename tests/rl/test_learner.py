@@ -22,12 +22,11 @@ from mantissa.mismatch.metrics import gap_metrics
 from mantissa.model import load_model
 from mantissa.rl.assemble import Parts
 from mantissa.rl.experience import Experience, Scored, Weighed
-from mantissa.rl.learner import Learner
-from mantissa.rl.objective import weigh
+from mantissa.rl.learner import Learner, weigh
 from mantissa.rl.probes import Flushed
+from mantissa.rl.session import _supervised_step
 from mantissa.rl.terms.critic import Critic
-from mantissa.rl.terms.flow import PREFIX, Flow, Partition
-from mantissa.rl.warm_start import _supervised_step
+from mantissa.rl.terms.small import PREFIX, Flow, Partition
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import StepOutcome, load_checkpoint
 from small_run import QUICK

@@ -21,8 +21,7 @@ from mantissa.rl.assemble import Parts
 from mantissa.rl.config.run import RunConfig, make_config
 from mantissa.rl.learner import Learner
 from mantissa.rl.run import Run
-from mantissa.rl.step import perfectible
-from mantissa.rl.warm_start import warm_start
+from mantissa.rl.session import perfectible, warm_start
 from mantissa.runs.catalogue import METRICS, TRAINER_METRICS, undeclared
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live, Trackers
@@ -266,7 +265,7 @@ def test_the_filter_keeps_prompts_between_the_bounds_inclusive(
 def test_only_kept_prompts_are_trained_on(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """Success rates are set, not sampled: what a policy this small solves differs from one CPU to the next."""
     rates = [0.0, 0.5, 0.2, 1.0, 0.8, 0.1]
-    monkeypatch.setattr("mantissa.rl.step.success_rates", lambda samples, rewards: rates)
+    monkeypatch.setattr("mantissa.rl.session.success_rates", lambda samples, rewards: rates)
     run = train(
         *QUICK,
         "task={kind: running_sum, min_digits: 2, max_digits: 2, train_size: 6, heldout_size: 2, warm_start_size: 4}",

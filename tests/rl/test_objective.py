@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from experiences import made_up
-from mantissa.algorithms import Accumulator, AlgorithmConfig, values
+from mantissa.algorithms import Accumulator, values
+from mantissa.rl.config.sections import AlgorithmConfig
 from mantissa.rl.experience import Scored, Weighed
-from mantissa.rl.objective import micro_loss, weigh
+from mantissa.rl.learner import micro_loss, weigh
 from mantissa.rl.terms.base import Micro, Term
-from mantissa.rl.terms.reference import Penalty
+from mantissa.rl.terms.small import Penalty
 
 
 def scored(seed: int = 3) -> tuple[Scored, Tensor]:

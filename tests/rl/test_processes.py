@@ -24,7 +24,7 @@ from experiences import hugging_face, naive_sequences, sampled
 from launched import torchrun
 from mantissa.rl import make_config
 from mantissa.rl.assemble import assemble
-from mantissa.rl.exact.replay import read_case, replay
+from mantissa.rl.replay import read_case, replay
 from mantissa.runs.directory import RunDirectory
 from small_run import rows_of
 

@@ -23,10 +23,10 @@ from mantissa.doctor.readers import read_dump
 from mantissa.model import byte_tokenizer
 from mantissa.precision import FP32
 from mantissa.rl import RunConfig, make_config, resume, start
-from mantissa.rl.adapters import open_any
 from mantissa.rl.assemble import assemble
 from mantissa.rl.config.run import apply_overrides
 from mantissa.rl.doctor_model import open_for_doctor
+from mantissa.rl.policy import open_any
 from mantissa.rollout.transformers import CopiedTransformers, TransformersPolicy
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import load_checkpoint

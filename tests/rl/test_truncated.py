@@ -22,9 +22,9 @@ from mantissa.doctor.substitution import declared, hypotheses, substitute
 from mantissa.launch import LaunchOptions
 from mantissa.launch.export import export
 from mantissa.rl import experience as batches
+from mantissa.rl.ahead import pack, unpack
 from mantissa.rl.assemble import Parts
-from mantissa.rl.collect.ahead import pack, unpack
-from mantissa.rl.collect.batch import Batch
+from mantissa.rl.batch import Batch
 from mantissa.rl.probes import KeptMass
 from mantissa.rollout import NativeEngine, Request
 from mantissa.runs.directory import RunDirectory

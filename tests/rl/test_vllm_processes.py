@@ -21,11 +21,12 @@ from safetensors.torch import load_file
 import fake_vllm
 import small_run
 from fake_vllm_server import FakeServer
-from mantissa.base.digest import digest
+from mantissa.base.tensors import digest
 from mantissa.kernels import resolve
 from mantissa.model import Decoder
 from mantissa.rl import make_config
-from mantissa.rl.assemble import load_policy, vllm_start
+from mantissa.rl.engines import vllm_start
+from mantissa.rl.policy import load_policy
 from mantissa.runs.directory import RunDirectory
 from mantissa.tasks import build_task
 

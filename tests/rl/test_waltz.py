@@ -17,7 +17,7 @@ import torch
 import small_run
 from mantissa.base.errors import MantissaError
 from mantissa.rl import RunConfig, make_config, resume, resumed_config, start, waltz
-from mantissa.rl.collect.batch import Sample
+from mantissa.rl.batch import Sample
 from mantissa.rl.config.run import apply_overrides
 from mantissa.rl.config.waltz import feedback_config
 from mantissa.rl.waltz import Dialogue, Game, assemble_two, rates
@@ -278,7 +278,7 @@ def test_without_a_whole_object_there_is_no_other_answer_and_a_sick_judge_costs_
     hear = {"kill old man?ok#": said(True, False, "no")[:-1], "beat old egg?no#": said(False, True, "ok")}
     config = configure("rollout.prompts=2")
     game, (man, egg) = play(config, talk, hear, MAN, EGG)
-    assert (len(man.answers), man.error, man.flagged) == (1, None, False)
+    assert (len(man.answers), man.error, man.fault) == (1, None, None)
     assert [(feedback, improved, right) for _, feedback, improved, right in man.feedback()] == [(None, 0.0, False)]
     assert egg.error == "the judge is ill"
     answers, feedback = game.step(1)

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from fake_vllm import LLM, Fault, install, masters
-from mantissa.base.digest import digest
 from mantissa.base.errors import MantissaError
+from mantissa.base.tensors import digest
 from mantissa.kernels import ResolvedPrecision, resolve, rollout_kernels
 from mantissa.model import ModelConfig
 from mantissa.precision import PrecisionPolicy

@@ -18,8 +18,8 @@ from torch import Tensor
 import block_reference
 import fake_vllm
 from fake_vllm import LLM, Fault, install
-from mantissa.base.digest import digest
 from mantissa.base.errors import MantissaError
+from mantissa.base.tensors import digest
 from mantissa.kernels import resolve, rollout_kernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import BF16, FP32, Fp8Policy, PrecisionPolicy

@@ -19,10 +19,10 @@ import torch
 
 from fake_vllm import CONFIG, KERNELS, LLM, PARAMS, START, Fault, install, masters
 from fake_vllm_server import FakeServer
-from mantissa.base.digest import digest
 from mantissa.base.environ import changed_environment
 from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import ALONE, Ranks
+from mantissa.base.tensors import digest
 from mantissa.precision import BF16
 from mantissa.rollout import Request, VllmEngine, VllmStart
 from strict_promotion import StrictPromotion

@@ -39,6 +39,27 @@ def test_serious_excursions(values: list[float]) -> None:
     assert judge([], [found], {}).kind == "unhealthy"
 
 
+@pytest.mark.parametrize(
+    ("overflows", "skipped", "kind"),
+    [
+        ([4, 0, 0, 1, 0], 0, "healthy"),  # a first loss scale that was too high
+        ([4, 3, 0, 0, 0], 0, "healthy"),
+        ([4, 0, 0, 3, 0], 0, "unhealthy"),  # again, later, in a run so short
+        ([4, 0, 0, 0, 0], 1, "unhealthy"),  # a batch was lost
+        ([4, 4, 4, 4, 4], 0, "unhealthy"),  # none was found
+    ],
+)
+def test_the_search_for_a_first_loss_scale_is_no_warning(overflows: list[int], skipped: int, kind: str) -> None:
+    logged = [{"step": i, "precision/overflows": n, "precision/retries": n, "precision/skipped": skipped * (i == 1)}
+              for i, n in enumerate(overflows, start=1)]  # fmt: skip
+    judged = judge(logged, check(logged, BF16), {})
+    assert judged.kind == kind
+    searched = not skipped and overflows[-1] == 0
+    assert bool(judged.remarks) == searched
+    if overflows == [4, 3, 0, 0, 0]:
+        assert judged.remarks[0].endswith("7 overflows in the first 2 steps, retried without a lost batch.")
+
+
 def test_what_is_not_finite_is_worst_and_serious_comes_first() -> None:
     data = [{"step": i, "correction/ess": 0.1 if i == 1 else 0.9, "policy/loss": 1.0} for i in range(1, 24)]
     data[1]["policy/loss"] = math.inf

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from mantissa.model import save_model
 from mantissa.rl.assemble import Parts
-from mantissa.rl.collect.batch import Sample
+from mantissa.rl.batch import Sample
 from mantissa.rl.experience import Experience, Scored
-from mantissa.rl.learner import Learner, Update
-from mantissa.rl.objective import weigh
+from mantissa.rl.learner import Learner, Update, weigh
 from mantissa.rollout import Completion
 from mantissa.training import StepOutcome
 

@@ -29,8 +29,7 @@ from mantissa.model.decoder import Norm
 from mantissa.rl import make_config, resume, start
 from mantissa.rl.assemble import assemble
 from mantissa.rl.experience import Experience
-from mantissa.rl.learner import Learner
-from mantissa.rl.objective import weigh
+from mantissa.rl.learner import Learner, weigh
 from mantissa.rl.session import joined
 from mantissa.rollout import NativeEngine
 from mantissa.training import StepOutcome

@@ -177,20 +177,24 @@ def _native(folder: Path, settings: Seen, data: Any) -> tuple[Seen, dict[str, An
     """The native learner's FlowRL step on the whole batch in one process: its numbers, and the first moments."""
     import torch
 
-    from mantissa.algorithms import AlgorithmConfig
     from mantissa.kernels import NativeKernels
     from mantissa.model import load_model
     from mantissa.precision import FP32
-    from mantissa.rl.config.sections import OptimizerConfig
+    from mantissa.rl.config.sections import AlgorithmConfig, OptimizerConfig
     from mantissa.rl.experience import Sequences, Weighed
     from mantissa.rl.learner import Learner
+    from mantissa.rl.score import ReferencePolicy
+    from mantissa.rollout import CopiedPolicy
     from mantissa.training import LossScaler
 
     algorithm = AlgorithmConfig(loss={"kind": "flowrl", **settings}, reference={}, advantage="grpo")
     optimizer = OptimizerConfig(lr=1e-3, max_grad_norm=1.0, weight_decay=0.01, betas=(0.9, 0.999), warmup=0)
+    model, kernels = load_model(folder / "model"), NativeKernels(FP32)
+    copies = CopiedPolicy(model.config, kernels, torch.device("cpu"), "reference")
+    reference = ReferencePolicy(copies, kernels, temperature=1.0, micro_batch_tokens=4096)
     learner = Learner(
-        load_model(folder / "model"), NativeKernels(FP32), algorithm, optimizer, LossScaler.disabled(),
-        temperature=1.0, aggregation_length=1.0, seed=42, steps=100,
+        model, kernels, algorithm, optimizer, LossScaler.disabled(),
+        temperature=1.0, aggregation_length=1.0, seed=42, steps=100, reference=reference,
     )  # fmt: skip
     prompts, responses = ([row.tolist() for row in data[name].unbind()] for name in ("prompts", "responses"))
     whole = Sequences.build(prompts, responses, torch.device("cpu"))
@@ -203,10 +207,12 @@ def _native(folder: Path, settings: Seen, data: Any) -> tuple[Seen, dict[str, An
         **{name: getattr(whole, name) for name in ("tokens_BT", "prompt_length_B", "length_B", "mask_BR")},
         rollout_logp_BR=padded("old_log_probs"),
         reward_B=torch.zeros(rows),
+        terms_BK=torch.zeros(rows, 1),
+        term_weights_BK=torch.ones(rows, 1),
         group_B=torch.arange(rows) // 4,
         version_B=torch.zeros(rows, dtype=torch.int64),
         old_logp_BR=padded("old_log_probs"),
-        ref_logp_BR=padded("ref_log_prob"),
+        columns={"ref_logp_BR": padded("ref_log_prob")},
         advantage_B=padded("advantages")[:, 0],
         advantage_BR=padded("advantages"),
         weight_BR=padded("rollout_is_weights"),
@@ -392,7 +398,7 @@ def sync(folder: Path, rank: int, world: int) -> Seen:
     import torch
 
     import verl_engines as ve
-    from mantissa.base.digest import digest
+    from mantissa.base.tensors import digest
     from mantissa.verl.sync import _slices_of, _whole_of
 
     data, loss, seen = ve.batch(rank, world), ve.loss_of(), {}

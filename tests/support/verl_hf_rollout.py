@@ -28,6 +28,24 @@ _CHANGES: dict[str, Any] = {
 }
 
 
+def _packed(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts that verl sends one by one, as transformers holds them: all of a layer's in one tensor."""
+    found, experts = {}, dict[str, dict[tuple[int, str], torch.Tensor]]()
+    for name, each in weights.items():
+        layer, own, part = name.partition(".mlp.experts.")
+        number, _, kind = part.partition(".")
+        if own and number.isdecimal():
+            experts.setdefault(layer + own, {})[int(number), kind.removesuffix("_proj.weight")] = each
+        else:
+            found[name] = each
+    for place, parts in experts.items():
+        numbers = sorted({number for number, _ in parts})
+        found[f"{place}down_proj"] = torch.stack([parts[number, "down"] for number in numbers])
+        both = [torch.cat([parts[number, "gate"], parts[number, "up"]]) for number in numbers]
+        found[f"{place}gate_up_proj"] = torch.stack(both)
+    return found
+
+
 def _of_another_config(fault: str, path: str) -> dict[str, Any]:
     """What of a model's configuration a server has otherwise."""
     from transformers import AutoConfig
@@ -108,6 +126,7 @@ class Server:
 
     async def update_weights(self, weights: dict[str, torch.Tensor], step: int | None) -> None:
         self.fault = self.faults[(step or 0) % len(self.faults)]
+        weights = _packed(weights)
         if step and (self.fault == "stale" or (self.fault == "rank" and self.replica == 1)):
             return
         if step and (part := {"bucket": _BUCKET, "layer": ".layers.1."}.get(self.fault or "")):

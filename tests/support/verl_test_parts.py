@@ -24,8 +24,6 @@ RolloutReplicaRegistry.register("hf_test", _replica)
 _ROLLOUT_REGISTRY[("hf_test", "async")] = "verl_hf_rollout.ServerAdapter"
 
 _FAULT = os.environ.get("MANTISSA_TEST_FAULT", "")
-if _FAULT == "scales":
-    verl_test_servers.use_scaled_servers()
 if _FAULT and importlib.util.find_spec("vllm") is not None:
     verl_test_servers.spoil_vllm(_FAULT)
 

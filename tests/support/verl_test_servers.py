@@ -1,4 +1,4 @@
-"""Rollouts of other makers with a fault, for the tests' verl jobs: ours, and verl's own vLLM."""
+"""verl's own vLLM rollout with a fault, for the tests' verl jobs."""
 
 from __future__ import annotations
 
@@ -8,26 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mantissa.verl import rollout
-
-_SCALES = "layers.{}.mlp.down_proj.weight.scales"
 _LAST = "layers.1.mlp.down_proj.weight"
-
-
-class ScaledServer(rollout.Server):
-    """From the weights of step 1 on, the second layer's codes have the first one's scales."""
-
-    async def load(self, setup: str, weights: dict[str, Tensor], step: int | None) -> None:
-        await super().load(setup, weights, step)
-        if step:
-            held = self.serving._engine.weights
-            first, second = (next(name for name in held if name.endswith(_SCALES.format(layer))) for layer in (0, 1))
-            held[second].copy_(held[first])
-
-
-def use_scaled_servers() -> None:
-    """In the process that starts servers."""
-    rollout.Server = ScaledServer
 
 
 def spoil_vllm(fault: str) -> None:

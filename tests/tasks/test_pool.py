@@ -252,7 +252,7 @@ def test_nobody_is_waited_for_longer_than_the_first_has_time(
 
     monkeypatch.setattr(pool, "wait", lambda pipes, timeout: asked.append(timeout) or [])
     monkeypatch.setattr(pool.time, "monotonic", lambda: 100.0)
-    grader, expired = Grader(hostile.Obedient()), []
+    grader, expired = pool.Pool(hostile.Obedient(), 10.0, 2, 4.0), []
     monkeypatch.setattr(grader, "_expire", lambda worker: expired.append(worker.deadline))
     busy = [Worker(at, i % 2 == 0, (i,) if i % 2 == 0 else (), Pipe()) for i, at in enumerate(deadlines)]
     grader._workers[:] = [Worker(101.0, True, (), Pipe()), Worker(101.0, False, (9,), Gone()), *busy]  # type: ignore

@@ -267,6 +267,7 @@ def test_memory_of_the_grading_process_can_be_set() -> None:
     with Grader(task, memory_gib=0.5) as guarded:
         # 16 GiB never fit; that 0.5 is what counts shows in the limit that the process has
         guarded.start()
-        (worker,) = guarded._workers
+        assert guarded._pool is not None
+        (worker,) = guarded._pool._workers
         limits = Path(f"/proc/{worker._process.pid}/limits").read_text()
     assert [line for line in limits.splitlines() if "address space" in line and str(2**29) in line]

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
+from mantissa.base import jail
 from mantissa.base.errors import MantissaError
-from mantissa.tasks.sandbox import jail
+from mantissa.base.jail import CHECKED, SYSCALLS, filter_program
 from mantissa.tasks.sandbox import run as sandbox
-from mantissa.tasks.sandbox.jail import CHECKED, SYSCALLS, filter_program
 from mantissa.tasks.sandbox.run import Isolation, Limits, Outcome, Sandbox
 from processes import alive, descendants, until
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from mantissa.base.errors import MantissaError
 from mantissa.model import byte_tokenizer
 from mantissa.precision import PrecisionPolicy
+from mantissa.rl.engines import as_policy
 from mantissa.rl.experience import Sequences
 from mantissa.rl.score import forward_transformers
-from mantissa.rl.transformers import as_policy
 from mantissa.rollout.transformers import TransformersPolicy, load_transformers
-from mantissa.verl.engine_options import EngineOptions
-from mantissa.verl.refusals import of_family, refuse
+from mantissa.verl.options import EngineOptions
+from mantissa.verl.refusals import refuse
 from mantissa.verl.serving import Answer, Limits, Serving
 from mantissa.verl.wire import TENSOR, Setup
 
@@ -198,4 +198,4 @@ def test_abort_ends_requests_with_what_they_have_and_sleeping_and_waking_changes
 def test_what_such_a_model_does_not_have_is_refused(options: dict[str, Any], said: str) -> None:
     given = EngineOptions.of(options)
     with pytest.raises(MantissaError, match=said):
-        refuse("actor.strategy=mantissa", of_family(given.policy("float32"), given, "no such family"))
+        refuse("actor.strategy=mantissa", given.by_transformers(given.policy("float32"), "no such family"))

@@ -22,13 +22,13 @@ from mantissa.base.seeds import generator
 from mantissa.kernels import ExactBf16Kernels, NativeKernels, cpu, resolve, rollout_kernels
 from mantissa.model import Decoder, ModelConfig, byte_tokenizer, save_model
 from mantissa.precision import FP32, PrecisionPolicy
-from mantissa.rl.exact.plan import exact_plan
+from mantissa.rl.assemble import exact_plan
 from mantissa.rl.score import forward
 from mantissa.rollout import NativeEngine
 from mantissa.rollout.sampling import Request
 from mantissa.verl import refusals
 from mantissa.verl.batch import Rows, by_temperature
-from mantissa.verl.engine_options import EngineOptions, Schedule
+from mantissa.verl.options import EngineOptions, Schedule
 from mantissa.verl.serving import Answer, Limits, Serving, sampling
 from mantissa.verl.wire import TENSOR, Setup
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +16,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mantissa.base.digest import digest
 from mantissa.base.errors import MantissaError
+from mantissa.base.readers.safetensors import read_tensors
+from mantissa.base.tensors import digest
+from mantissa.doctor.held import held
 from mantissa.doctor.sync import FIRST
+from mantissa.doctor.weights import ARRIVED, compare
+from mantissa.launch.rehearsal import write_policy
 from mantissa.precision import E4M3, SQUARE, quantize
 from mantissa.rollout.vllm.worker import WeightReader
 from mantissa.verl import sync
+from mantissa.verl.options import EngineOptions
+from mantissa.verl.serving import Limits, Serving
 from mantissa.verl.sync import SyncGate, _sum_of
+from mantissa.verl.wire import Setup
 
 
 class Actor:
@@ -159,22 +168,38 @@ def test_verls_vllm_is_read_by_its_worker(monkeypatch: pytest.MonkeyPatch) -> No
     from mantissa.rollout.vllm import worker
 
     job = Job()
-    (held,) = job.held
+    (own,) = job.held
     monkeypatch.setattr(worker, "weights", lambda model, wanted=None: iter(model.state_dict().items()))
     reader = WeightReader()
-    reader.model_runner = SimpleNamespace(model=held)
+    reader.model_runner = SimpleNamespace(model=own)
     job.replicas = [vllm_server(lambda method, **given: [getattr(reader, method)(**given)])]
     job.sync()
     with pytest.raises(MantissaError, match=r"scaled: mlp.down_proj.weight of layer 0 \(by 2\)"):
         job.sync(lambda new, old: new[DOWN].mul_(2))
 
 
+@pytest.mark.parametrize(("precision", "said"), [("fp8-rollout", ""), ("mxfp8-rollout", "only fp8's are read")])
+def test_simulated_codes_are_read_as_codes_or_said_not_to_be(tmp_path: Path, precision: str, said: str) -> None:
+    """Our own server on a CPU holds values on fp8's grid in fp32: a healthy sync is none of what was rounded twice."""
+    write_policy(tmp_path, answers=())
+    masters = {name: w.float() for name, w in read_tensors(tmp_path / "model.safetensors").items()}
+    serving = Serving(str(tmp_path), Limits(8, 8, 4, 1), torch.device("cpu"))
+    policy = EngineOptions.of({"precision": precision}).policy("bfloat16")
+    asyncio.run(serving.load(Setup(policy.model_dump(), None, 1, 32), masters, 0))
+    if said:
+        with pytest.raises(MantissaError, match=said):
+            _ = serving.weights
+        return
+    found = compare(held(masters), held(serving.weights))
+    assert {each.fate for each in found.outcomes} <= ARRIVED
+
+
 def test_scales_of_another_layer_are_named() -> None:
     job = Job()
-    (held,) = job.held
+    (own,) = job.held
     made = quantize(job.learner.state_dict()[DOWN], E4M3, SQUARE, False, DOWN)
     wrong = {DOWN: made.codes, f"{DOWN}_scale_inv": made.scales}
-    tensors = {name: w for name, w in held.state_dict().items() if name != DOWN} | wrong
+    tensors = {name: w for name, w in own.state_dict().items() if name != DOWN} | wrong
     job.replicas = [SimpleNamespace(servers=[Actor(SimpleNamespace(serving=SimpleNamespace(weights=tensors)))])]
     job.gate.after_sync(job.workers, job.replicas, 0)
     tensors[f"{DOWN}_scale_inv"] = made.scales * 1.25

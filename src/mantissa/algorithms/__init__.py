@@ -8,8 +8,6 @@ from mantissa.algorithms.aggregation import (
     merge,
     values,
 )
-from mantissa.algorithms.centering import centre
-from mantissa.algorithms.config import AlgorithmConfig, EntropyConfig, ReferenceConfig
 from mantissa.algorithms.correction import (
     CORRECTION_PRESETS,
     CorrectionConfig,
@@ -40,7 +38,8 @@ from mantissa.algorithms.losses import (
     Selecting,
     reverse_kl,
 )
-from mantissa.algorithms.reference import KLConfig, kl_loss, kl_reward, reference_drift
+from mantissa.algorithms.losses.reinforce import centre
+from mantissa.algorithms.reference import KLConfig, ReferenceConfig, kl_loss, kl_reward, reference_drift
 
 __all__ = [
     "ADVANTAGES",
@@ -49,7 +48,6 @@ __all__ = [
     "Accumulator",
     "AdvantageKind",
     "AggregationKind",
-    "AlgorithmConfig",
     "CISPOConfig",
     "ClipCovConfig",
     "CorrectionConfig",
@@ -57,7 +55,6 @@ __all__ = [
     "CustomLossConfig",
     "DAPOConfig",
     "DPPOConfig",
-    "EntropyConfig",
     "FlowRLConfig",
     "GMPOConfig",
     "GSPOConfig",

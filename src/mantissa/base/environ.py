@@ -5,13 +5,13 @@ Imported before everything else, so it imports almost nothing.
 
 glibc gives blocks of megabytes back to the system as soon as they are freed, and takes them again page by page, each
 at the price of a fault and of zeroing it. A step on a CPU frees and takes hundreds of such blocks. Told to keep them,
-it faults nearly never: one step of ``benchmarks/allocator.py`` (512 completions, hidden 128, 2 threads) goes from
+it faults nearly never: one step of ``benchmarks/run.py allocator`` (512 completions, hidden 128, 2 threads) goes from
 130,000 faults to under 10 and takes 0.61 of the time in fp32, 0.79 in simulated fp16, at the same peak memory.
 
 torch's CPU build shares its work by GNU OpenMP, whose threads spin at the end of every parallel operation until the
 last one arrives, by default for milliseconds. Alone on the machine that is the fastest way to wait. Where another
 process has taken a core it is a disaster: the last thread cannot arrive before the spinning ones have used up their
-turns, thousands of times a step. Measured by ``benchmarks/waiting.py`` on 4 cores (seconds for one step of 512
+turns, thousands of times a step. Measured by ``benchmarks/run.py waiting`` on 4 cores (seconds for one step of 512
 completions, hidden 128, simulated fp16, 4 threads):
 
     spinning                      alone   beside two busy processes

@@ -50,11 +50,18 @@ from errno import (
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mantissa.base.bounds import LARGEST_SIZE, boundary, describe_value, number, regular_file, whole_text
-from mantissa.base.budget import require_size
+from mantissa.base.bounds import (
+    LARGEST_SIZE,
+    boundary,
+    describe_value,
+    number,
+    opened,
+    regular_file,
+    require_size,
+    whole_text,
+)
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.json import ROW, parse_json
-from mantissa.base.readers.limits import opened
 
 DIGESTS = "digests.json"  # in a folder: the SHA-256 of each of its other files
 _ADVICE = {

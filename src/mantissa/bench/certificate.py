@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
-from mantissa.base.bounds import LARGEST_SEED
+from mantissa.base.bounds import LARGEST_SEED, Limits
 from mantissa.base.config import Config, first_mistake
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.json import read_json
-from mantissa.base.readers.limits import Limits
 from mantissa.doctor.sample import Tokens
 from mantissa.mismatch.usual import usual
 
@@ -248,7 +247,7 @@ def policy_digest(weights: Mapping[str, Tensor]) -> str:
 
     It does not depend on how the tensors are laid out, in which wider format they are held, or whether a head that is
     the embedding is stored beside it. Whoever forges a certificate may choose the weights, so this is a hash for that;
-    ``base/digest.py``'s, which adds over ranks, tells an accident alone.
+    ``base/tensors.py``'s, which adds over ranks, tells an accident alone.
     """
     head, table = (next((w for n, w in weights.items() if n.endswith(end)), None) for end in _TIED)
     tied = head is not None and table is not None and head.shape == table.shape and bool((head == table).all())

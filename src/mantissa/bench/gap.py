@@ -33,16 +33,17 @@ from mantissa.base.ranks import be_deterministic
 from mantissa.base.seeds import derive_seed
 from mantissa.bench.command import new_folder
 from mantissa.bench.options import PAIRS, GapConfig
-from mantissa.doctor.routers import routes
+from mantissa.doctor.dump import routes
 from mantissa.kernels import Emulation, ResolvedPrecision, learner_kernels, resolve, rollout_kernels
+from mantissa.kernels.roles import emulated
 from mantissa.mismatch.metrics import gap_estimates
 from mantissa.model import Tokenizer, policy_weights
 from mantissa.precision import SCHEMES, PrecisionPolicy
-from mantissa.rl.adapters import open_any, policy_folder
-from mantissa.rl.assemble import build_engine, emulated, on_vllm
+from mantissa.rl.assemble import build_engine, exact_plan, prove
 from mantissa.rl.config.sections import RolloutConfig
-from mantissa.rl.exact.plan import exact_plan, prove
+from mantissa.rl.engines import on_vllm
 from mantissa.rl.experience import Experience
+from mantissa.rl.policy import open_any, policy_folder
 from mantissa.rl.score import Scorer, forward_transformers, score
 from mantissa.rollout import (
     LEAST_TEMPERATURE,

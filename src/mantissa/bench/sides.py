@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mantissa.algorithms import AlgorithmConfig
 from mantissa.base.errors import MantissaError
 from mantissa.base.seeds import derive_seed
 from mantissa.bench import certificate as made_of
@@ -29,16 +28,16 @@ from mantissa.kernels import (
     resolve,
     rollout_kernels,
 )
+from mantissa.kernels.roles import emulated
 from mantissa.model import Decoder, Tokenizer, policy_weights, trained_parameters
 from mantissa.precision import PrecisionPolicy
-from mantissa.rl.adapters import FrozenBase, open_any, policy_folder
-from mantissa.rl.assemble import build_engine, emulated, load_policy
+from mantissa.rl.assemble import build_engine, exact_plan, prove
 from mantissa.rl.config.run import RunConfig, make_config
-from mantissa.rl.config.sections import LossScalingConfig, OptimizerConfig, RolloutConfig
-from mantissa.rl.exact.plan import exact_plan, prove
+from mantissa.rl.config.sections import AlgorithmConfig, LossScalingConfig, OptimizerConfig, RolloutConfig
+from mantissa.rl.engines import as_policy, open_transformers
 from mantissa.rl.experience import Experience, Scored
 from mantissa.rl.learner import Learner
-from mantissa.rl.transformers import as_policy, open_transformers
+from mantissa.rl.policy import FrozenBase, load_policy, open_any, policy_folder
 from mantissa.rollout import Completion, Request, RolloutEngine, SamplingParams
 from mantissa.rollout.transformers import PolicyEngine, TransformersPolicy, positions_of
 from mantissa.runs.directory import RunDirectory

@@ -21,12 +21,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mantissa import __version__
-from mantissa.base.bounds import boundary
-from mantissa.base.budget import spending
+from mantissa.base.bounds import boundary, spending
 from mantissa.base.environ import Heartbeat, spin_briefly
 from mantissa.base.errors import MantissaError, missing, printable, say, visible
 from mantissa.base.hub import HUB, find_model
-from mantissa.base.shipped import find_recipe
+from mantissa.base.readers.yaml import find_recipe
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -183,11 +182,19 @@ def folded(text: str, wide: int | None = None) -> str:
         wide = shutil.get_terminal_size().columns
     lines = []
     for line in text.split("\n"):
-        starts = [each.end() for each in re.finditer(r" {2,}(?=\S)", line[: wide // 2])]
-        first, under = line[: len(line) - len(line.lstrip())], " " * (starts[-1] if starts else 0)
+        starts = [each.end() for each in re.finditer(r" {2,}(?=\S)", line)]
+        near = [start for start in starts if start <= wide // 2]
+        first, under = line[: len(line) - len(line.lstrip())], " " * (near[-1] if near else 0)
+        if starts != near and under == first:  # a column so far right that it has a line of its own
+            under += "    "
         fold = textwrap.TextWrapper(wide, first, under, break_long_words=False, break_on_hyphens=False)  # to be copied
         lines.append(fold.fill(line.lstrip()))
     return "\n".join(lines)
+
+
+def tell(text: str) -> None:
+    """Print a text as ``folded`` has it."""
+    say(folded(text))
 
 
 # Each command's line in the list of --help, under its group; those of MORE are in that of ``mantissa more``.
@@ -318,7 +325,9 @@ def main() -> None:
 
 def _fail(message: str, code: int) -> None:
     """One line on stderr, whatever is in the message, and the end."""
+    line = f"mantissa: error: {printable(' '.join(message.split()))}"
     if sys.stderr.isatty():
         progress("")  # the line of what was at work
-    say(f"mantissa: error: {printable(' '.join(message.split()))}", err=True)
+        line = folded(line, shutil.get_terminal_size().columns)
+    say(line, err=True)
     sys.exit(code)

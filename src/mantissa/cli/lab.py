@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mantissa.base.errors import MantissaError, say
-from mantissa.cli import split, there
+from mantissa.cli import split, tell, there
 
 if TYPE_CHECKING:
     from mantissa.lab import Lab
@@ -68,12 +68,12 @@ def lab(
     if dry_run:
         _note_uncommitted(chosen)
         say(f"disk: about {size_text(needed(chosen, cells, count))}; {size_text(free(chosen))} are free")
-        _print_bill(chosen.name, [cell.name for cell in cells], bill(chosen, cells, say), count)
+        _print_bill(chosen.name, [cell.name for cell in cells], bill(chosen, cells, tell), count)
         return
     checks = {"space_check": not no_space_check, "exploratory": exploratory}
-    rows = Rows(chosen) if page else run_lab(chosen, cells, count, say, **checks)
+    rows = Rows(chosen) if page else run_lab(chosen, cells, count, tell, **checks)
     for line in answers(rows):
-        say(line)
+        tell(line)
     say(f"page: {write_page(rows)}")
     failed = [cell.folder for cell in cells if (row := rows.of(cell)) and row["status"] != "finished"]
     if failed:
@@ -88,7 +88,7 @@ def _note_uncommitted(lab: Lab) -> None:
     try:
         committed(lab)
     except MantissaError as error:
-        say(f"a run would be refused: {error}")
+        tell(f"a run would be refused: {error}")
 
 
 def _print_bill(name: str, cells: list[str], seconds: dict[str, float | None], workers: int) -> None:
@@ -97,7 +97,7 @@ def _print_bill(name: str, cells: list[str], seconds: dict[str, float | None], w
     known = [seconds[cell] for cell in cells]
     total = sum(value for value in known if value is not None)
     unknown = f"; {known.count(None)} of unknown length" if None in known else ""
-    say(
+    tell(
         f"bill of {name}: {len(cells)} cells, {duration(total)} of one core, {duration(total / workers)} with "
         f"{workers} workers{unknown}; warm starts and evaluations are not in it"
     )

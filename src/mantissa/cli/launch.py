@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mantissa.base.errors import MantissaError, StoppedError, nearest, say
-from mantissa.cli import Overrides, Recipe
+from mantissa.cli import Overrides, Recipe, tell
 from mantissa.cli.processes import RankError, blame, go_on, stopping
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _on_verl(recipe: Path | None, overrides: list[str], said: dict[str, Any], dr
         raise MantissaError("--trust-network does nothing with --on verl but for --local; leave it out")
     if working_dir is not None and not working_dir.is_dir():
         raise MantissaError(f"--working-dir {working_dir}: expected a folder")
-    from mantissa.base.shipped import find_recipe
+    from mantissa.base.readers.yaml import find_recipe
     from mantissa.launch import launch_file, load_options
     from mantissa.launch.export import export
     from mantissa.rl import load_recipe
@@ -138,7 +138,7 @@ def _on_verl(recipe: Path | None, overrides: list[str], said: dict[str, Any], dr
         return
     plan = export(load_recipe(recipe, overrides), load_options(options, given))
     if dry_run:
-        say(plan.dry_run(address, working_dir))
+        tell(plan.dry_run(address, working_dir))
     else:
         _say(plan.warnings())
         _submit(plan, str(address), working_dir, wait is not False)
@@ -146,7 +146,7 @@ def _on_verl(recipe: Path | None, overrides: list[str], said: dict[str, Any], dr
 
 def _say(text: str) -> None:
     if text:
-        say(text)
+        tell(text)
 
 
 def _rehearse(
@@ -155,9 +155,9 @@ def _rehearse(
     from mantissa.launch.rehearsal import listens, rehearse, run_local
 
     rehearsal = rehearse(recipe, overrides, options, given)
-    say(rehearsal.text())
+    tell(rehearsal.text())
     if dry_run:
-        say(f"\n{rehearsal.plan.dry_run(None, None)}")
+        tell(f"\n{rehearsal.plan.dry_run(None, None)}")
         return
     _say(rehearsal.plan.warnings())
     lines = listens()

@@ -27,9 +27,9 @@ def precision(
 
     from mantissa.base.ranks import choose_device
     from mantissa.kernels import Emulation, cpu, resolve
+    from mantissa.kernels.roles import emulated
     from mantissa.precision import PRESETS, PrecisionPolicy
-    from mantissa.rl.assemble import emulated
-    from mantissa.rl.exact.plan import prove
+    from mantissa.rl.assemble import prove
     from mantissa.runs.live import precision_table
 
     chosen = choose_device(device)

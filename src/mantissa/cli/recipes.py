@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mantissa.base.errors import say
-from mantissa.base.shipped import find_recipe, said_of, shipped_recipes
+from mantissa.base.readers.yaml import find_recipe, said_of, shipped_recipes
 from mantissa.cli import screen
 
 

@@ -27,8 +27,8 @@ def replay(
     Exits with 1 where they differ here too, with 0 where they do not.
     """
     from mantissa.base.ranks import be_deterministic, choose_device
-    from mantissa.rl.exact.replay import read_case
-    from mantissa.rl.exact.replay import replay as run_again
+    from mantissa.rl.replay import read_case
+    from mantissa.rl.replay import replay as run_again
 
     chosen = choose_device(device)
     be_deterministic(chosen)

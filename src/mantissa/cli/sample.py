@@ -62,8 +62,8 @@ def _opened(
     from mantissa.kernels import resolve, rollout_kernels
     from mantissa.model import policy_weights
     from mantissa.precision import PrecisionPolicy
-    from mantissa.rl.adapters import open_any, policy_folder
-    from mantissa.rl.exact.plan import prove
+    from mantissa.rl.assemble import prove
+    from mantissa.rl.policy import open_any, policy_folder
     from mantissa.rollout import NativeEngine
     from mantissa.rollout.transformers import TransformersEngine, in_role
 

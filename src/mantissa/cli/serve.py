@@ -41,7 +41,8 @@ def serve(
     from mantissa.base.ranks import choose_device
     from mantissa.kernels import resolve
     from mantissa.rl import load_recipe
-    from mantissa.rl.assemble import load_policy, serve_engine
+    from mantissa.rl.engines import serve_engine
+    from mantissa.rl.policy import load_policy
     from mantissa.rollout.vllm.key import key_path
     from mantissa.tasks import build_task
 

@@ -37,7 +37,7 @@ def tokens(
     from mantissa.base.readers.json import read_rows
     from mantissa.model import load_tokenizer
     from mantissa.model.turns import MEANINGS, places
-    from mantissa.rl.adapters import policy_folder
+    from mantissa.rl.policy import policy_folder
 
     progress(f"loading the tokenizer of {model}")
     tokenizer = load_tokenizer(policy_folder(model))

@@ -46,10 +46,9 @@ def weights(
 
     mantissa weights runs/mine/policy mine-q8_0.gguf
     """
-    from mantissa.doctor.held import held
-    from mantissa.doctor.served import is_address
+    from mantissa.doctor.held import held, is_address
     from mantissa.doctor.weights import compare
-    from mantissa.rl.adapters import policy_folder
+    from mantissa.rl.policy import policy_folder
 
     mine, theirs, old = (
         None if each is None else held(each if is_address(each) else policy_folder(each), base, remote)

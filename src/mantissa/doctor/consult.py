@@ -22,12 +22,11 @@ from mantissa.base.errors import MantissaError
 from mantissa.doctor import words
 from mantissa.doctor.diagnosis import Basis, CauseKind, Diagnosis, Open, Unknown, Verdict, Which
 from mantissa.doctor.dump import Dump, Scored, Settings
-from mantissa.doctor.facts import facts, formats, part
-from mantissa.doctor.fillers import without
+from mantissa.doctor.evidence import without
+from mantissa.doctor.facts import CLEAR, GIVEN_BACK, MOST, NOTHING, OTHER_SIDE, SURELY, facts, formats, part
 from mantissa.doctor.layers import ByLayer, by_layer, layers_plot
 from mantissa.doctor.sides import AnyModel, Fed, Scores, Side, Softmax, Weights, evenly_spaced
 from mantissa.doctor.substitution import Hypothesis, Substitution, declared, hypotheses, substitute
-from mantissa.doctor.thresholds import CLEAR, GIVEN_BACK, MOST, NOTHING, OTHER_SIDE, SURELY
 from mantissa.mismatch.usual import usual
 from mantissa.model import Decoder
 from mantissa.runs.page import Block, Heading, Plots, Sentence, Table

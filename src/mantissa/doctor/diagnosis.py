@@ -128,7 +128,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Filler:
-    """What one ``side`` has in place of log-probs (``fillers.py``): values from ``low`` to
+    """What one ``side`` has in place of log-probs (``evidence.py``): values from ``low`` to
     ``high`` (one value: both are it), at ``tokens`` of ``sequences``; the first is at ``position`` (from 0, in the
     response) of ``sequence`` (from 0, in the dump)."""
 

@@ -5,11 +5,15 @@ Legend: S sequences, N response positions of all of them, d = log-prob by the le
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+_WORDS = ("expert", "moe")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 @dataclass(frozen=True)
@@ -97,3 +101,18 @@ class Dump:
     def routed(self) -> bool:
         """Whether something says that the policy routes to experts."""
         return bool(self.settings.experts) or any(each.flipped is not None for each in self.sequences)
+
+
+def routes(config: Any) -> bool | None:
+    """Whether a model's configuration (an object, or the mapping of a config.json) shows experts: a number above one
+    under a name that speaks of them. False where it tells its layers and no such number; None where it tells nothing.
+    """
+    given = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    if getattr(config, "experts", None) is not None and not isinstance(config, Mapping):
+        return True
+    inner = [found for each in given.values() if isinstance(each, Mapping) or hasattr(each, "to_dict")
+             if (found := routes(each)) is not None]  # fmt: skip
+    named = (value for name, value in given.items() if any(word in str(name) for word in _WORDS))
+    if any(inner) or any(type(value) is int and value > 1 for value in named):
+        return True
+    return False if inner or any(name in given for name in _LAYERS) else None

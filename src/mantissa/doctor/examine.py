@@ -1,10 +1,26 @@
-"""From findings to an answer: a verdict, the fault that explains the rest, what to set, and what cannot be known."""
+"""From findings to an answer: a verdict, the fault that explains the rest, what to set, and what cannot be known.
+
+**Mixtures of experts**: where the two sides' routers disagree, single tokens fly, and no fault is in it.
+
+A token that passes other experts moves by as much as experts differ, in whatever format, and what follows it in its
+sequence a little. So a healthy mixture has no size of its own: most tokens are within the usual of the formats, others
+are anywhere beyond it, and sequences with such a token are of another scale.
+
+**How many fly.** Two experts change places where the router's logits are nearer to one another than its input's error.
+That happens in proportion to the error, and the error shows in the tokens that stay: it is as large in the router's
+logits as in the head's. So the share that flies may grow with the size of the quiet half, median |u| over the usual
+bound, from what mixtures in one format have at the most (``facts.yaml``, ``mixture``; most roundings of the two sides
+are then the same) up to the third of tokens that a normal of the usual size itself has beyond it. A half beside fp32
+has several times the error of two halves by one library, and so several times the flights.
+
+What is beyond that share is not known: no number of flights is impossible, and as many tokens may be of other weights.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,30 +29,36 @@ from mantissa.doctor import words
 from mantissa.doctor.diagnosis import Basis, Diagnosis, Finding, Verdict
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence
-from mantissa.doctor.facts import facts, part, usual_of
-from mantissa.doctor.fields import copied, distinct
-from mantissa.doctor.populations import seen_in_a_quarter
-from mantissa.doctor.proof import judged
-from mantissa.doctor.routers import Outliers, flights, may_be
-from mantissa.doctor.sample import SIDES, Array, Tokens, different
-from mantissa.doctor.signatures import causes, findings
-from mantissa.doctor.thresholds import (
+from mantissa.doctor.facts import (
     ABOVE_ZERO,
     ALIKE,
+    AT_A_PLACE,
+    AT_THE_USUAL,
     BLIND,
     COPIED,
     CURVE,
     FAR,
     HEALTHY_SEQUENCES,
     HEALTHY_TOKENS,
+    MEDIAN,
     MOST_ALONE,
+    MOST_FLY,
     MOST_ROUTED,
     NOTHING,
     ONE_WAY,
+    RULE,
     SINGLE,
+    THROUGHOUT,
     WORTH,
+    facts,
     of,
+    part,
+    usual_of,
 )
+from mantissa.doctor.fields import copied, distinct, without_firsts
+from mantissa.doctor.sample import SIDES, Array, Tokens, different
+from mantissa.doctor.sequences import seen_in_a_quarter, tokens_fly
+from mantissa.doctor.signatures import causes, findings, judged
 from mantissa.mismatch.usual import COARSEST, Usual
 
 
@@ -47,13 +69,15 @@ def examine(dump: Dump) -> Diagnosis:
     policy of which nothing says whether it is a mixture, the answer is then not known.
     """
     dump, again = distinct(dump)
+    dump, firsts = without_firsts(dump)
     evidence = Evidence.of(dump, usual_of(dump.settings).bound)
     found = _routed(evidence)
     said = [words.twice(again, again + len(dump.sequences))] if again else []
     copies, of_these = copied(evidence.clean)
     if COPIED * of_these < copies < of_these:
         said.append(words.copies(copies, of_these))
-    return replace(found, remarks=(*said, *found.remarks))
+    headline = f"{words.firsts(firsts)}; {found.headline}" if firsts else found.headline
+    return replace(found, headline=headline, remarks=(*said, *found.remarks))
 
 
 def _routed(evidence: Evidence) -> Diagnosis:
@@ -312,3 +336,51 @@ def remedies_for(diagnosis: Diagnosis) -> list[tuple[str, tuple[str, ...]]]:
     return [
         (table[name].do, table[name].keys.get(diagnosis.framework, table[name].keys.get("plain", ()))) for name in names
     ]
+
+
+@dataclass(frozen=True)
+class Outliers:
+    """Uncertain tokens beyond the usual: ``beyond`` of ``count``. ``quiet``: the size of u of the others. ``fly``:
+    whether a few tokens rule the gap, as where routers disagree. ``where``: bool [N] of all compared tokens. ``most``:
+    the share that a healthy mixture has at the most. ``few``: no more fly, and they are not most of the tokens of the
+    sequences that they are in. ``within``: whether half of the tokens are as near as those of a usual gap; ``some``:
+    whether a tenth are. ``single``: whether single tokens fly beyond their own sequence (``tokens_fly``)."""
+
+    beyond: int
+    count: int
+    quiet: float
+    fly: bool
+    where: Array
+    most: float
+    few: bool
+    within: bool
+    some: bool
+    single: bool
+
+
+def flights(e: Evidence) -> Outliers | None:
+    """The tokens beyond the usual; None where all are certain. First or last tokens are none of them where many are
+    beyond: routers know no places."""
+    t, beyond = e.clean.telling, np.abs(e.clean.u) > e.usual
+    if not len(t.u):
+        return None
+    for at in (e.clean.position == 0, e.clean.left == 0):
+        here, others = at & e.telling, ~at & e.telling
+        if here.any() and beyond[here].mean() > AT_A_PLACE + (beyond[others].mean() if others.any() else 0.0):
+            beyond &= ~at
+    some = beyond[e.telling]
+    half = float(np.median(np.abs(t.u))) / e.usual
+    most = min(max(half, facts().mixture.beyond), AT_THE_USUAL)
+    own = np.bincount(t.sequence, weights=some) / np.maximum(np.bincount(t.sequence), 1)
+    few = bool(some.mean() <= most) and not (some.any() and float(np.median(own[t.sequence[some]])) > THROUGHOUT)
+    square = t.u**2
+    rule = float(square[some & (np.abs(t.u) > FAR * e.usual)].sum()) > RULE * float(square.sum())
+    counts = int(some.sum()), len(some), t.where(~some).size
+    single = tokens_fly(e)
+    return Outliers(*counts, rule or single, beyond, most, few, half <= MEDIAN, bool(some.mean() < MOST_FLY), single)
+
+
+def may_be(flown: Outliers, found: Sequence[Finding]) -> bool:
+    """Whether routers may have made what was found, more flights than a mixture is known to have. They know nothing of
+    a sequence's number: where those of one rank or one block differ, it is something else."""
+    return bool(found) and all("many" in part(each.name).routers and not each.by_number for each in found)

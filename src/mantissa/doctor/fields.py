@@ -14,8 +14,8 @@ import numpy as np
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.dump import Dump, Scored
 from mantissa.doctor.evidence import Evidence, few
+from mantissa.doctor.facts import CERTAIN, ENOUGH, FAR, FEWEST, FEWEST_CERTAIN, LONG, ONE_NUMBER, SAME, TWICE, of
 from mantissa.doctor.sample import SIDES, Array, Tokens, different, tested
-from mantissa.doctor.thresholds import FEWEST, LONG, SAME, TWICE, of
 from mantissa.doctor.values import line
 
 
@@ -127,25 +127,27 @@ def smoothed(e: Evidence, tests: int) -> Finding:
         return few("smoothed", t.units)
     words = float(np.log(1 + int(e.texts.max(initial=1))))
     made = Finding("smoothed", True, 1.0, 0.0, "eps", b.least, "no side has a smoothed loss", rest=e.clean.d)
+    lost = one_loss(e)
     for side, own, other in ((0, t.x, t.y), (1, t.y, t.x)):
         whole = (e.clean.x, e.clean.y)[1 - side]
         sign = 1.0 if side else -1.0
         for p, eps, fitted in (
-            _smoothed_loss(t.unit, own, other, whole, words, tests),
+            _smoothed_loss(t.unit, own, other, whole, words, tests, lost),
             _smoothed_p(own, other, whole, words),
         ):
             rest = e.clean.d - sign * (fitted - whole)
             share = e.explained(rest)
-            if eps >= b.least and share > max(b.share, made.share) and p < made.p:
+            if eps >= b.least and share > max(ENOUGH if lost else b.share, made.share) and p < made.p:
                 said = f"the {SIDES[side]}'s are (1 - eps) of the other's and eps of the vocabulary's, eps = {eps:.2g}"
                 made = replace(made, p=p, effect=eps, said=said, rest=rest, share=share)
     return made
 
 
 def _smoothed_loss(
-    unit: Array, own: Array, other: Array, whole: Array, words: float, tests: int
+    unit: Array, own: Array, other: Array, whole: Array, words: float, tests: int, lost: bool
 ) -> tuple[float, float, Array]:
-    """p, eps and what all log-probs ``whole`` would be, of a line whose fixed point lies below -log V."""
+    """p, eps and what all log-probs ``whole`` would be, of a line whose fixed point lies below -log V. Where certain
+    tokens ``lost`` one number the line need only fall, else it explains much of the gap."""
     b = of("smoothed")
     sums, slope, explained = line(unit, own - other, other)
     total = sums.sum(0)
@@ -153,7 +155,7 @@ def _smoothed_loss(
     level = float((own - other).mean() + eps * other.mean())
     if not 0 < eps < b.most or level / eps > -words:
         return 1.0, 0.0, whole
-    found = tested(sums, explained, b.line, tests)
+    found = tested(sums, lambda s: -slope(s), 0.0, tests) if lost else tested(sums, explained, b.line, tests)
     return found.p, eps, whole + level - eps * whole
 
 
@@ -170,6 +172,15 @@ def _smoothed_p(own: Array, other: Array, whole: Array, words: float) -> tuple[f
     if not (0 < eps < b.most and 0 < gained <= b.near * eps * np.exp(-words)):
         return 1.0, 0.0, whole
     return 0.0, eps, np.logaddexp(whole + np.log(kept), np.log(gained))
+
+
+def one_loss(e: Evidence) -> bool:
+    """Whether tokens of which the upper side is certain differ by one number, far beyond what rounding leaves there."""
+    d = np.abs(e.clean.d[np.maximum(e.clean.x, e.clean.y) > -CERTAIN])
+    if len(d) < FEWEST_CERTAIN:
+        return False
+    low, middle, high = np.quantile(d, (0.25, 0.5, 0.75))
+    return bool(middle > FAR * CERTAIN * e.usual and high - low < ONE_NUMBER * middle)
 
 
 def clamped(e: Evidence, tests: int) -> Finding:
@@ -233,6 +244,20 @@ def distinct(dump: Dump) -> tuple[Dump, int]:
 
 def _key(each: Scored) -> tuple[bytes, ...]:
     return each.tokens.tobytes(), each.rollout_logp.tobytes(), each.learner_logp.tobytes(), each.mask.tobytes()
+
+
+def without_firsts(dump: Dump) -> tuple[Dump, int]:
+    """The dump without its responses' first tokens, and how many those are, where the rollout has no number for any of
+    them: some engines give none of the token that the prompt's pass makes. No trainer can have used it. A number in its
+    place (0, -9999) is used, and stays; so does what only some responses lack, or most of them have nothing else."""
+    first = [each for each in dump.sequences if len(each.mask) and each.mask[0]]
+    more = sum(bool(each.mask[1:].any()) for each in first)
+    if not first or more < of("unscored").everywhere * len(first):
+        return dump, 0
+    if any(not np.isnan(each.rollout_logp[0]) or np.isnan(each.learner_logp[0]) for each in first):
+        return dump, 0
+    kept = (replace(each, mask=each.mask & (np.arange(len(each.mask)) > 0)) for each in dump.sequences)
+    return replace(dump, sequences=[each for each in kept if each.mask.any()]), len(first)
 
 
 def copied(t: Tokens) -> tuple[int, int]:

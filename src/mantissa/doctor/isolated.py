@@ -1,48 +1,40 @@
-"""A stranger's file read in a process of its own, so that a fault in a reader costs one line and not the command.
+"""A stranger's dump or log, read in a process of its own (``readers/child.py``) while this one imports the rest.
 
-What the process gives up is in ``confined.py``. Here is the side that does not believe it: its answer is a line of JSON
-and the bytes of arrays whose kinds are known beforehand, counted and checked before anything is made of them; nothing
-in it is executed or unpickled. It crashes, hangs, eats memory or writes garbage: each is one ``MantissaError``.
-
-The process reads while this one imports what it needs next; ``Reading.dump`` waits for it.
+What comes back is a header, plain values, and the bytes of arrays whose kinds are known beforehand: those of
+``ARRAYS``; of a log, each curve's steps and values (float64). They are checked before anything is made of them.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import select
-import signal
-import subprocess
-import sys
-import time
-from dataclasses import fields
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mantissa.base.bounds import available_memory, number, require_memory
-from mantissa.base.errors import MantissaError
-from mantissa.base.readers.json import parse_json
-from mantissa.doctor.confined import ARRAYS, LONGEST_TEXT, NUMBERS
-from mantissa.tasks.sandbox.run import Limits, cause_of_death
+from mantissa.base.bounds import boundary, number
+from mantissa.base.readers.child import LONGEST_TEXT, Child, Limits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy as np
 
     from mantissa.doctor.dump import Dump, Scored
     from mantissa.doctor.logs import Log
 
+# In this order; S sequences, T their tokens, R their response positions, K the kept ids, each of all sequences. A
+# version or group is preceded by whether there is one; ``flips`` and ``keeps``: whether a sequence has ``flipped`` and
+# ``kept``; ``kept_counts``: the ids at each position of those that have, -1 where all were kept.
+ARRAYS = {
+    "lengths": "<i8", "prompts": "<i8", "numbered": "|u1", "numbers": "<i8", "flips": "|u1", "keeps": "|u1",
+    "tokens": "<i8", "rollout_logp": "<f8", "learner_logp": "<f8", "mask": "|u1", "flipped": "|u1",
+    "kept_counts": "<i8", "kept": "<i8",
+}  # fmt: skip
+NUMBERS = ("rollout_version", "learner_version", "group", "pair")
+_WHY = "expected whole numbers of at most 63 bits; write the file again"
 # A pickle of the largest size that is read takes 6 GB on the way; four million tokens of jsonl take minutes on a slow
 # machine, and a file over a network longer than its CPU seconds.
-LIMITS = Limits(wall_s=600.0, cpu_s=300, memory_bytes=8 << 30, output_bytes=4 << 30)
-_ADVICE = "it is damaged, or was made to break readers; write it again, or give a part of it"
-_LONGEST_HEADER = 1 << 16
-_TICK_S = 0.5
+LIMITS = Limits(memory_bytes=8 << 30)
 _LARGEST_TOKEN = 2**31 - 1
-_CODE = "import sys; sys.path[:] = {path!r}; from mantissa.doctor.confined import main; main()"
 
 
 class Reading:
@@ -55,20 +47,17 @@ class Reading:
         self, path: Path, framework: str | None = None, *more: str,
         reader: str = "mantissa.doctor.readers:read_dump", limits: Limits = LIMITS,
     ) -> None:  # fmt: skip
-        free = available_memory()
-        self._memory = limits.memory_bytes if free is None else min(limits.memory_bytes, free)
-        self._path, self._limits, self._deadline = path, limits, time.monotonic() + limits.wall_s
-        inner = json.dumps({"memory_bytes": self._memory, "cpu_s": limits.cpu_s})
-        places = [place or os.getcwd() for place in sys.path]
-        code = _CODE.format(path=places)
-        # One thread: each takes an address space of its own, and a reader has no use for more.
-        one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "ARROW_IO_THREADS"), "1")
-        quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
-        command = [sys.executable, "-I", "-S", "-c", code, reader, str(path), framework or "", inner, *more]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
-            env=one | quiet,
-        )  # fmt: skip
+        self._path, self._limits = path, limits
+        needed = ["mantissa.doctor.isolated", reader.partition(":")[0]]
+        if (path / "config.yaml").is_file():
+            needed += [
+                "mantissa.doctor.runs",
+                "mantissa.model.tokenizer",
+            ]  # its torch alone takes a gigabyte of address space
+        if path.suffix == ".parquet" or (path.is_dir() and any(path.rglob("*.parquet"))):
+            needed.append("pyarrow.parquet")
+        self._child = Child(needed, limits)
+        self._child.ask("mantissa.doctor.isolated:read_packed", path, reader, str(path), framework, *more)
 
     def dump(self, tick: Callable[[str], None] = lambda line: None) -> Dump:
         """The dump that was read; raises as ``read`` does."""
@@ -76,88 +65,21 @@ class Reading:
 
         found = self.read(tick)
         if not isinstance(found, Dump):
-            raise self._garbage("a log where a dump was asked for")
+            raise self._child.garbage("a log where a dump was asked for")
         return found
 
     def read(self, tick: Callable[[str], None] = lambda line: None) -> Dump | Log:
         """What was read; ``MantissaError`` with the reader's own words, or with how its process ended. ``tick`` is told
         twice a second how far it is."""
-        self._tick = tick
         try:
-            header = self._header()
-            if header.keys() == {"memory"}:
-                raise MantissaError(f"{self._path}: its reader used more than {_bytes(self._memory)}; {_ADVICE}")
-            if header.keys() == {"error"} and isinstance(header["error"], str):
-                raise MantissaError(_printable(header["error"]))
-            return self._unpacked_log(header) if "log" in header else self._unpacked(header)
+            header, *arrays = [*self._child.parts(tick=tick)] or [None]
+            if not isinstance(header, dict) or not all(isinstance(each, bytearray) for each in arrays):
+                raise self._child.garbage("an answer without fields")
+            return self._unpacked_log(header, arrays) if "log" in header else self._unpacked(header, arrays)
         finally:
-            self._process.kill()
-            self._process.wait()
-            assert self._process.stdout is not None
-            self._process.stdout.close()
+            self._child.close()
 
-    def _header(self) -> dict[str, Any]:
-        line = bytearray()
-        while not line.endswith(b"\n"):
-            line += self._bytes(1)  # a pipe has no way back: the arrays begin after the line
-            if len(line) > _LONGEST_HEADER:
-                raise self._garbage("an answer that begins with no line")
-        try:
-            header = parse_json(bytes(line))
-        except ValueError:
-            raise self._garbage("an answer that is no JSON") from None
-        if not isinstance(header, dict):
-            raise self._garbage("an answer without fields")
-        return header
-
-    def _bytes(self, count: int) -> bytearray:
-        """So many bytes of the answer."""
-        assert self._process.stdout is not None
-        found, pipe = bytearray(count), self._process.stdout.fileno()
-        view = memoryview(found)
-        while view:
-            while not select.select([pipe], [], [], _TICK_S)[0]:
-                self._tick(f"reading {self._path}{self._place()}")
-                if time.monotonic() >= self._deadline:
-                    break
-            if time.monotonic() >= self._deadline:
-                raise MantissaError(f"{self._path}: its reader took longer than {self._limits.wall_s:g} s; {_ADVICE}")
-            got = os.readv(pipe, [view])
-            if not got:
-                raise self._ended()
-            view = view[got:]
-        return found
-
-    def _place(self) -> str:
-        """Where the process is in the file that it has open; nothing where the system does not say."""
-        about = Path(f"/proc/{self._process.pid}")
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            within = str(self._path.resolve())
-            for each in (about / "fd").iterdir():
-                file = os.readlink(each)
-                if file.startswith(within):
-                    at = int((about / "fdinfo" / each.name).read_text().split()[1])
-                    return f": {Path(file).name}, {_bytes(at)} of {_bytes(os.stat(file).st_size)}"
-        return ""
-
-    def _ended(self) -> MantissaError:
-        """Why the answer ended early."""
-        try:
-            code = self._process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            return self._garbage("half an answer")
-        if code in (-signal.SIGXCPU, -signal.SIGKILL):
-            spent = f"used more than {self._limits.cpu_s} s of processor time"
-            said = spent if code == -signal.SIGXCPU else f"{spent}, or was killed by another, as where memory runs out"
-            return MantissaError(f"{self._path}: its reader {said}; {_ADVICE}")
-        if code == 0:
-            return self._garbage("no whole answer")
-        return MantissaError(f"{self._path}: its reader crashed ({cause_of_death(code)}); {_ADVICE}")
-
-    def _garbage(self, what: str) -> MantissaError:
-        return MantissaError(f"{self._path}: its reader gave {what}; {_ADVICE}")
-
-    def _unpacked(self, header: dict[str, Any]) -> Dump:
+    def _unpacked(self, header: dict[str, Any], arrays: list[bytearray]) -> Dump:
         from mantissa.doctor.dump import Dump, Settings
         from mantissa.doctor.readers import FRAMEWORKS, checked
 
@@ -166,27 +88,27 @@ class Reading:
 
         def settings(given: Any) -> Settings:
             if not isinstance(given, dict) or given.keys() != names:
-                raise self._garbage("an answer of other fields than a dump's")
+                raise self._child.garbage("an answer of other fields than a dump's")
             return checked(self._path, Settings(**given))
 
         def texts(name: str) -> tuple[str, ...]:
             given = header.get(name)
             if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
-                raise self._garbage("an answer of other fields than a dump's")
+                raise self._child.garbage("an answer of other fields than a dump's")
             return tuple(map(_printable, given))
 
         good = isinstance(pairs, list) and all(isinstance(each, list) and len(each) == 2 for each in pairs)
         if framework not in FRAMEWORKS or not good:
-            raise self._garbage("an answer of other fields than a dump's")
+            raise self._child.garbage("an answer of other fields than a dump's")
         how = settings(header.get("settings"))
         beside = tuple((_printable(str(name)), settings(given)) for name, given in pairs)
-        sequences = unpacked(self._arrays(header.get("counts")))
+        sequences = unpacked(self._arrays(arrays))
         if sequences is None or (beside and not {each.pair for each in sequences} <= set(range(len(beside)))):
-            raise self._garbage("arrays that do not fit one another")
+            raise self._child.garbage("arrays that do not fit one another")
         run = self._path if header.get("run") is True else None
         return Dump(str(framework), self._path, sequences, how, run, texts("notes"), beside, texts("mapped"))
 
-    def _unpacked_log(self, header: dict[str, Any]) -> Log:
+    def _unpacked_log(self, header: dict[str, Any], arrays: list[bytearray]) -> Log:
         """A log, its program and roles of the table, its curves by step."""
         import numpy as np
 
@@ -198,42 +120,36 @@ class Reading:
         good = good and isinstance(notes, list) and all(isinstance(note, str) for note in notes)
         good = good and all(isinstance(each, list) and all(number(x, -(2**63), 2**63) for x in each) for each in places)
         if not good or not isinstance(curves, list) or not isinstance(notes, list):
-            raise self._garbage("an answer of other fields than a log's")
+            raise self._child.garbage("an answer of other fields than a log's")
         found: dict[Role, Curve] = {}
-        for each in curves:
-            if not (isinstance(each, list) and len(each) == 3 and each[0] in set(Role) and isinstance(each[1], str)):
-                raise self._garbage("a curve that has no role")
-            if not number(each[2], 1, self._limits.output_bytes // 16, whole=True):
-                raise self._garbage("curves of impossible sizes")
-            require_memory(16 * each[2], str(self._path), "give a part of it")
-            steps, values = (np.frombuffer(self._bytes(8 * each[2]), dtype="<f8") for _ in range(2))
+        if len(arrays) != 2 * len(curves):
+            raise self._child.garbage("curves without numbers")
+        for each, *both in zip(curves, arrays[::2], arrays[1::2], strict=True):
+            if not (isinstance(each, list) and len(each) == 2 and each[0] in set(Role) and isinstance(each[1], str)):
+                raise self._child.garbage("a curve that has no role")
+            if not both[0] or len(both[0]) != len(both[1]) or len(both[0]) % 8:
+                raise self._child.garbage("curves of impossible sizes")
+            steps, values = (np.frombuffer(part, dtype="<f8") for part in both)
             if not np.isfinite(steps).all() or (np.diff(steps) <= 0).any():
-                raise self._garbage("a curve whose steps do not rise")
+                raise self._child.garbage("a curve whose steps do not rise")
             found[Role(each[0])] = Curve(_printable(each[1]), steps, values)
         resumes, evaluations = (tuple(map(float, each or ())) for each in places)
         return Log(str(whose), self._path, found, resumes, evaluations, tuple(map(_printable, notes)))
 
-    def _arrays(self, counts: Any) -> dict[str, np.ndarray]:
+    def _arrays(self, parts: list[bytearray]) -> dict[str, np.ndarray]:
         import numpy as np
 
-        if not isinstance(counts, list) or len(counts) != len(ARRAYS):
-            raise self._garbage("an answer without the sizes of its arrays")
-        most = self._limits.output_bytes
-        if not all(number(count, 0, most, whole=True) for count in counts):
-            raise self._garbage("arrays of impossible sizes")
         kinds = [np.dtype(kind) for kind in ARRAYS.values()]
-        total = sum(count * kind.itemsize for count, kind in zip(counts, kinds, strict=True))
-        if total > most:
-            raise MantissaError(f"{self._path}: its reader gave {total:,} bytes; expected at most {most:,}; {_ADVICE}")
-        require_memory(total, str(self._path), "give a part of it")
-        return {
-            name: np.frombuffer(self._bytes(count * kind.itemsize), dtype=kind)
-            for name, count, kind in zip(ARRAYS, counts, kinds, strict=True)
-        }
+        fit = len(parts) == len(kinds) and not any(
+            len(part) % kind.itemsize for part, kind in zip(parts, kinds, strict=True)
+        )
+        if not fit:
+            raise self._child.garbage("other arrays than a dump's")
+        return {name: np.frombuffer(part, dtype=kind) for name, part, kind in zip(ARRAYS, parts, kinds, strict=True)}
 
 
 def unpacked(arrays: dict[str, np.ndarray]) -> list[Scored] | None:
-    """The sequences that ``inside.packed`` made these arrays of; None where they are no such arrays."""
+    """The sequences that ``packed`` made these arrays of; None where they are no such arrays."""
     import numpy as np
 
     from mantissa.doctor.dump import Scored
@@ -300,5 +216,64 @@ def _printable(text: str) -> str:
     return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in text)
 
 
-def _bytes(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count >> 20} MiB"
+# in the process
+
+
+def read_packed(reader: str, path: str, framework: str | None, *more: str) -> Iterator[Any]:
+    """What ``reader`` finds, as a header and arrays."""
+    from mantissa.doctor.dump import Dump
+
+    module, _, name = reader.partition(":")
+    found: Dump | Log = getattr(import_module(module), name)(Path(path), framework, *more)
+    with boundary(path, _WHY):
+        header, arrays = _message(found) if isinstance(found, Dump) else packed_log(found)
+    yield header
+    yield from arrays
+
+
+def _message(dump: Dump) -> tuple[dict[str, Any], list[np.ndarray]]:
+    header = {"framework": dump.framework, "settings": asdict(dump.settings), "run": dump.run is not None,
+              "notes": list(dump.notes), "mapped": list(dump.mapped)}  # fmt: skip
+    if dump.pairs:
+        header["pairs"] = [[name, asdict(how)] for name, how in dump.pairs]
+    return header, packed(dump)
+
+
+def packed(dump: Dump) -> list[np.ndarray]:
+    """The sequences of a dump as the arrays of ``ARRAYS``."""
+    import numpy as np
+
+    each = dump.sequences
+    kept = [place for s in each if s.kept is not None for place in s.kept]
+    numbers = [getattr(s, name) for name in NUMBERS for s in each]
+    columns: dict[str, Any] = {
+        "lengths": [len(s.tokens) for s in each],
+        "prompts": [s.prompt_length for s in each],
+        "numbered": [number is not None for number in numbers],
+        "numbers": [number or 0 for number in numbers],
+        "flips": [s.flipped is not None for s in each],
+        "keeps": [s.kept is not None for s in each],
+        **{name: _joined([getattr(s, name) for s in each]) for name in ("tokens", "rollout_logp", "learner_logp")},
+        "mask": _joined([s.mask for s in each]),
+        "flipped": _joined([s.flipped for s in each if s.flipped is not None]),
+        "kept_counts": [-1 if ids is None else len(ids) for ids in kept],
+        "kept": _joined([ids for ids in kept if ids is not None]),
+    }
+    return [np.ascontiguousarray(columns[name], dtype=kind) for name, kind in ARRAYS.items()]
+
+
+def _joined(parts: list[np.ndarray]) -> Any:
+    import numpy as np
+
+    return np.concatenate(parts) if parts else []
+
+
+def packed_log(log: Log) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """A log's header, and steps and values of each of its curves."""
+    import numpy as np
+
+    curves = [[str(role), each.name] for role, each in log.curves.items()]
+    header = {"log": log.program, "curves": curves, "resumes": list(log.resumes),
+              "evaluations": list(log.evaluations), "notes": list(log.notes)}  # fmt: skip
+    arrays = [part for each in log.curves.values() for part in (each.steps, each.values)]
+    return header, [np.ascontiguousarray(part, dtype="<f8") for part in arrays]

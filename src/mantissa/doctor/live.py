@@ -26,8 +26,8 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.http import OK, http_answer, is_this_machine, server_address
 from mantissa.base.readers.json import parse_json
 from mantissa.doctor.dump import Dump, Scored
+from mantissa.doctor.facts import ABOVE_ZERO
 from mantissa.doctor.sides import AnyModel, Array, evenly_spaced
-from mantissa.doctor.thresholds import ABOVE_ZERO
 from mantissa.kernels import resolve, rollout_kernels
 from mantissa.model import Decoder, policy_weights
 from mantissa.precision import PrecisionPolicy

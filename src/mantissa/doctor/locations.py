@@ -1,18 +1,41 @@
 """Where a fault stands: at which tokens, positions and sequences; and what is known where it stands everywhere.
 
 These tests say which tokens differ and not by how much; what the values become is in ``values.py``.
+
+**The shape** is what is known of a gap that no place and no law explains. Rounding errors of two tokens have nothing
+to do with one another, and are as large late in a response as early. So:
+
+- what a token's u shares with the same token in other prompts was not rounded but computed from other *weights*;
+- what is large where a response begins and fades comes from before it: another *prompt*, padding, other positions;
+- what has neither is noise, of a kind that the formats do not make (``too_large``).
+
+The mean of u by the log-probs is taken off before: a large error of any kind makes probable tokens less so.
 """
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
+from mantissa.doctor.chances import poisson_above, poisson_mean, student
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.dump import Dump
 from mantissa.doctor.evidence import Evidence, Test, claimed, few, found_as, times_as, untested
-from mantissa.doctor.sample import SIDES, Array, detectable_beyond, different, rms_ratio, sums_by, tested
-from mantissa.doctor.thresholds import CERTAIN, FAR, FEWEST, LEVEL, MATTERS, OWN, POWER, of
-from mantissa.doctor.values import unscored
+from mantissa.doctor.facts import CERTAIN, FAR, FEWEST, LEVEL, MATTERS, OWN, POWER, of
+from mantissa.doctor.sample import (
+    SIDES,
+    Array,
+    Tested,
+    Tokens,
+    detectable_beyond,
+    different,
+    ranked,
+    rms_ratio,
+    sums_by,
+    tested,
+)
+from mantissa.doctor.values import line, unscored
 
 
 def edge(name: str, place: str) -> Test:
@@ -117,14 +140,12 @@ def single_tokens(name: str) -> Test:
     """
 
     def test(e: Evidence, tests: int) -> Finding:
-        from scipy.special import pdtrc, pdtri
-
         t, b = e.clean.telling, of(name)
         if t.units < FEWEST:
             return few(name, t.units)
         far = (np.abs(t.u) > FAR * e.usual) & (np.abs(t.d) > b.far * e.usual)
         count, expected = int(far.sum()), b.chance * len(t.u)
-        least = next(k for k in range(1, len(t.u) + 2) if pdtrc(k - 1, expected) < LEVEL / tests)
+        least = next(k for k in range(1, len(t.u) + 2) if poisson_above(k - 1, expected) < LEVEL / tests)
         spread = different(t.sequence[far]) / max(1, count)
         rest = t.where(np.abs(t.u) <= FAR * e.usual)  # nearly certain tokens that flip are far in u and not in d
         said = f"{count} of {len(t.u):,} uncertain tokens are far beyond the others, whose size of u is {rest.size:.2g}"
@@ -135,10 +156,10 @@ def single_tokens(name: str) -> Test:
         inner = float(((t.position > 0) & (t.left > 0))[far].mean()) if count else 0.0  # routers know no first or last
         holds = apart and rest.size <= b.quiet * e.usual and count <= b.most * len(t.u)
         holds = holds and spread > b.spread and inner > b.inner
-        p = float(pdtrc(count - 1, expected)) if count and holds else 1.0
+        p = poisson_above(count - 1, expected) if count and holds else 1.0
         everywhere = (np.abs(e.clean.u) > FAR * e.usual) & (np.abs(e.clean.d) > b.far * e.usual)
         return Finding(name, True, p, count / len(t.u), "of tokens",
-                       float(pdtri(least - 1, 1 - POWER)) / len(t.u), said, rest=claimed(e, everywhere))  # fmt: skip
+                       poisson_mean(least - 1, 1 - POWER) / len(t.u), said, rest=claimed(e, everywhere))  # fmt: skip
 
     return test
 
@@ -210,8 +231,6 @@ def after_sync(e: Evidence, tests: int) -> Finding:
 
 def padding(e: Evidence, tests: int) -> Finding:
     """Only the longest prompts are healthy: the others are padded to them, and padding is attended to."""
-    from scipy.special import gammaln
-
     t, b = e.clean.telling, of("padding")
     numbers = np.flatnonzero(np.bincount(t.sequence))
     prompts = np.array([each.prompt_length for each in e.dump.sequences])[numbers]
@@ -225,7 +244,7 @@ def padding(e: Evidence, tests: int) -> Finding:
     good = sizes <= min(e.usual, own)
     k, n, g = int(longest.sum()), len(numbers), int(good.sum())
     # C(g, k) / C(n, k): that k sequences taken at random are all among the g healthy ones.
-    p = float(np.exp(gammaln(g + 1) - gammaln(g - k + 1) - gammaln(n + 1) + gammaln(n - k + 1))) if g >= k else 1.0
+    p = math.comb(g, k) / math.comb(n, k) if g >= k else 1.0
     holds = bool(good[longest].all()) and good[~longest].mean() < b.healthy
     said = (
         f"the {k} sequences of the longest prompt are healthy and {1 - good[~longest].mean():.0%} of the others are not"
@@ -236,9 +255,42 @@ def padding(e: Evidence, tests: int) -> Finding:
 
 
 def repetition(e: Evidence, tests: int) -> Finding:
-    """Tokens that stood in the sequence before are less likely on one side, all others a little more likely."""
-    t, b = e.clean, of("repetition")
-    seen, keep = _repeated(e.texts, e.begins)[e.places], e.telling
+    """Tokens that stood in the sequence before are less likely on one side, all others a little more likely.
+
+    A repetition penalty is of the whole sequence; presence and frequency penalties are of the response alone, and the
+    last one grows with how often the token stood there.
+    """
+    lengths = np.array([len(each.mask) for each in e.dump.sequences], dtype=np.int64)
+    begins = lengths.cumsum() - lengths
+    responses = np.concatenate([each.tokens[each.prompt_length :] for each in e.dump.sequences])
+    count = _stood(responses, begins)[begins[e.clean.sequence] + e.clean.position]
+    found = _penalty(e, _stood(e.texts, e.begins)[e.places] > 0, tests)
+    for other in (_penalty(e, count > 0, tests), _frequency(e, count, tests)):
+        found = other if other.tested and (not found.tested or other.p < min(found.p, LEVEL)) else found
+    return found
+
+
+def _frequency(e: Evidence, count: Array, tests: int) -> Finding:
+    """d = log Z - lambda c of a token that stood c times in its response: a line in c beside the mean at each place,
+    which Z grows with. H0: it explains a fifth of what is left of d."""
+    t, b, keep = e.clean, of("repetition"), e.telling
+    if different(t.unit[keep & (count > 0)]) < FEWEST or (keep & (count > 1)).sum() < b.fewest:
+        return untested("repetition", "too few tokens had stood in their response twice")
+    c, means = count.astype(float), list[Array]()
+    here = np.bincount(t.position[keep], minlength=int(t.position.max()) + 1)
+    for values in (c, t.d):
+        means.append((np.bincount(t.position[keep], values[keep], len(here)) / np.maximum(here, 1))[t.position])
+    c, d = c - means[0], t.d - means[1]
+    sums, slope, explained = line(t.unit[keep], d[keep], c[keep])
+    found, by = tested(sums, explained, b.line, tests), float(slope(sums.sum(0)))
+    said = f"d changes by {by:+.2g} nats with each time that a token stood in its response before"
+    return found_as("repetition", found, "of d on a line", said, also=e.too_large(t.where(count > 0), tests).p,
+                    rest=np.where(keep, d - by * c, t.d))  # fmt: skip
+
+
+def _penalty(e: Evidence, seen: Array, tests: int) -> Finding:
+    """As ``repetition``, of tokens that were ``seen`` before, bool [N]."""
+    t, b, keep = e.clean, of("repetition"), e.telling
     s, d, u = seen[keep], t.d[keep], t.u[keep]
     if min(different(t.unit[keep][s]), different(t.unit[keep][~s])) < FEWEST or s.sum() < b.fewest:
         return untested("repetition", "too few tokens had stood in their sequence before")
@@ -264,12 +316,11 @@ def repetition(e: Evidence, tests: int) -> Finding:
                     holds=size > 0 and min(signs) > b.signs, detectable=b.lean, rest=rest)  # fmt: skip
 
 
-def _repeated(tokens: Array, begins: Array) -> Array:
-    """bool, for each token: whether it stood in its sequence before. Sequences lie one after another from ``begins``.
-
-    Of (sequence, token, place) in one whole number each, sorted, the first of each sequence and token is new.
+def _stood(tokens: Array, begins: Array) -> Array:
+    """int64, for each token: how often it stood in its sequence before. Sequences lie one after another from
+    ``begins``. Of (sequence, token, place) in one whole number each, sorted, those of one token are neighbours.
     """
-    seen = np.ones(len(tokens), dtype=bool)
+    stood = np.zeros(len(tokens), dtype=np.int64)
     ends = np.append(begins[1:], len(tokens))
     place_bits, token_bits = (int(most).bit_length() for most in (len(tokens), tokens.max(initial=0)))
     most = 1 << max(0, 63 - place_bits - token_bits)  # sequences whose numbers still fit
@@ -278,9 +329,9 @@ def _repeated(tokens: Array, begins: Array) -> Array:
         number = np.repeat(np.arange(len(begins[first : first + most])), (ends - begins)[first : first + most])
         key = (number << token_bits | tokens[start:end]) << place_bits | np.arange(end - start)
         key.sort()
-        new = np.diff(key >> place_bits, prepend=-1) != 0
-        seen[start + (key[new] & ((1 << place_bits) - 1))] = False
-    return seen
+        new, at = np.diff(key >> place_bits, prepend=-1) != 0, np.arange(end - start)
+        stood[start + (key & ((1 << place_bits) - 1))] = at - np.maximum.accumulate(np.where(new, at, 0))
+    return stood
 
 
 def position(e: Evidence, tests: int) -> Finding:
@@ -339,3 +390,123 @@ def size(e: Evidence, tests: int) -> Finding:
     reach = detectable_beyond(error, t.telling.units, tests)
     return found_as("too_large", found, "nats", said, effect=float(np.exp(found.value)),
                   detectable=e.usual * float(np.exp(reach)))  # fmt: skip
+
+
+_BINS = 10  # of a side's log-prob
+_TAIL = 4.0  # root mean squares: |u| beyond counts as so much
+
+
+def weights(e: Evidence, tests: int) -> Finding:
+    """Correlation of u between the same token in different prompts (or sequences), each token id by its own pairs.
+
+    r = sum_v w_v sum_{i<j} u_i u_j / sum_v w_v n_v mean(u^2), over pairs i, j of token v in two units, n_v of them, w_v
+    = 1 / (occurrences - 1). H0: r is at most 0.03.
+    """
+    t, b = e.clean.telling, of("weights")
+    if t.units < FEWEST or len(t.u) < b.fewest:
+        return few("weights", t.units)
+    if any(s.learner_version is not None and s.rollout_version not in (None, s.learner_version)
+           for s in e.dump.sequences):  # fmt: skip
+        return untested("weights", "the dump says that other weights sampled: that is no news")
+    beyond, places = e.too_large(t, tests).p, e.places[e.telling]
+    token, large = e.texts[places], beyond < LEVEL / tests
+    level = _levelled(t)
+    found, pairs = _likeness(token, t, level, b.correlation[large], tests)
+    also = 0.0
+    if not large:
+        # What is no larger than rounding may be rounding of texts that a policy knows by heart: there it is alike.
+        some = _once(token, e.texts[places - 1])
+        also = _likeness(token[some], t.where(some), level[some], b.correlation[0], tests)[0].p
+    if pairs < b.fewest:
+        return untested("weights", f"{pairs} pairs of one token in two prompts; {b.fewest} at least")
+    said = f"u of the same token in different prompts correlates by {found.value:.2f}, and rounding does not"
+    alike = e.dump.settings.rollout_format == e.dump.settings.learner_format
+    told = alike and e.dump.settings.rollout_format is not None
+    # Two formats round the weights themselves, and one that is not named may be another: there size decides.
+    times = _faded(e, 0.0, tests)
+    holds = t.size > b.quiet * e.usual and (times is None or np.exp(times.value) > b.grown)
+    made = found_as("weights", found, "correlation", said, also=also if told else max(also, beyond), holds=holds)
+    if times is None or b.perhaps[0] < np.exp(times.value) < b.perhaps[1]:
+        return made
+    return made.or_else("prompt" if times.value > 0 else "position")
+
+
+def _levelled(t: Tokens) -> Array:
+    """u, its tails cut, less its mean among tokens of like log-prob of the one side, then of the other."""
+    most = _TAIL * float(np.sqrt(np.square(t.u).mean()))
+    u = np.clip(t.u, -most, most)
+    for side in (t.x, t.y, t.x):
+        where = np.searchsorted(np.quantile(side, np.linspace(0, 1, _BINS + 1)[1:-1]), side)
+        u = u - (np.bincount(where, u, _BINS) / np.maximum(np.bincount(where, minlength=_BINS), 1))[where]
+    return u
+
+
+def _once(token: Array, before: Array) -> Array:
+    """Of the places where a token follows the same word, one, taken at random."""
+    order = np.random.default_rng(0).permutation(len(token))
+    return np.sort(order[np.unique(np.stack([token, before], 1)[order], axis=0, return_index=True)[1]])
+
+
+def _likeness(key: Array, t: Tokens, u: Array, bound: float, tests: int) -> tuple[Tested, int]:
+    """The jackknife's test of r (``weights``), and how many pairs it is of."""
+    key, unit = (ranked(column, int(column.max())) for column in (key, t.unit))
+    units = int(unit.max()) + 1
+    number = key * units + unit
+    cell = ranked(number, int(number.max()))
+    cells = np.empty(int(cell.max()) + 1, dtype=np.int64)
+    cells[cell] = number
+    of_key, of_unit = np.divmod(cells, units)
+    total, count, square = (np.bincount(cell, column) for column in (u, np.ones_like(u), u**2))
+
+    def sums(keep: Array) -> tuple[float, float, int]:
+        k, s, n = of_key[keep], total[keep], count[keep]
+        each_s, each_n = np.bincount(k, s), np.bincount(k, n)
+        cross, pairs = (each_s**2 - np.bincount(k, s**2)) / 2, (each_n**2 - np.bincount(k, n**2)) / 2
+        w = 1 / np.maximum(each_n - 1, 1)
+        mean = float(square[keep].sum() / max(n.sum(), 1))
+        return float((w * cross).sum()), float((w * pairs).sum()) * mean, int(pairs.sum())
+
+    parts = min(units, 64)  # thousands of units, left out one at a time, would take a second each
+    cross, known, pairs = sums(np.ones(len(cells), dtype=bool))
+    left = np.array([sums(of_unit % parts != part)[:2] for part in range(parts)])
+    without = left[:, 0] / np.maximum(left[:, 1], 1e-30)
+    return _jackknifed(cross / max(known, 1e-30), without, bound, tests), pairs
+
+
+def _jackknifed(value: float, without: Array, bound: float, tests: int) -> Tested:
+    """As ``sample.tested``, of the figure with each part left out."""
+    parts = len(without)
+    if parts < FEWEST:
+        return Tested(value, np.nan, 1.0, np.nan)
+    error = float(np.sqrt((parts - 1) / parts * np.square(without - without.mean()).sum()))
+    p = student((bound - value) / error, parts - 1) if error > 0 else 1.0
+    return Tested(value, error, max(p, 2.0**-parts), bound + detectable_beyond(error, parts, tests))
+
+
+def _faded(e: Evidence, bound: float, tests: int) -> Tested | None:
+    """log of mean |u| in the first eighth of the longest response over that in its second half, tails cut."""
+    t = e.clean.telling
+    longest = t.position.max(initial=0) + 1
+    early, late = t.position < max(longest / 8, 3), t.position >= longest / 2
+    if longest < of("prompt").tokens or min(different(t.unit[part]) for part in (early, late)) < FEWEST:
+        return None
+    size = np.minimum(np.abs(t.u), _TAIL * float(np.sqrt(np.square(t.u).mean())))
+
+    def fade(s: Array) -> Array:
+        one, other = s[..., 0] / np.maximum(s[..., 1], 1), s[..., 2] / np.maximum(s[..., 3], 1)
+        return np.log(np.maximum(one, 1e-9) / np.maximum(other, 1e-9))
+
+    return tested(sums_by(t.unit, size * early, early, size * late, late), fade, bound, tests)
+
+
+def prompt(e: Evidence, tests: int) -> Finding:
+    """|u| is largest where responses begin (``_faded``)."""
+    t, b = e.clean.telling, of("prompt")
+    bound = b.times[t.units >= FEWEST and e.too_large(t, tests).p < LEVEL / tests]
+    found = _faded(e, float(np.log(bound)), tests)
+    if found is None:
+        return untested("prompt", "responses are too short or too few to see whether the gap fades")
+    times = float(np.exp(min(found.value, 50.0)))
+    said = f"|u| in the first eighth of the responses is {times:.2g} times that of their second half"
+    return found_as("prompt", found, "times", said, effect=times, detectable=float(np.exp(min(found.detectable, 50.0))),
+                    holds=t.size > b.quiet * e.usual)  # fmt: skip

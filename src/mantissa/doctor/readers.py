@@ -26,17 +26,15 @@ from typing import Any
 
 import numpy as np
 
-from mantissa.base.bounds import LARGEST_FLOAT, boundary, number, regular_file
+from mantissa.base.bounds import LARGEST_FLOAT, Limits, boundary, number, regular_file
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers import pickles
 from mantissa.base.readers.csv import read_csv
 from mantissa.base.readers.json import ROW, read_json, read_rows
-from mantissa.base.readers.limits import Limits
 from mantissa.base.readers.npz import read_npz
 from mantissa.base.readers.parquet import open_parquet
 from mantissa.doctor import columns
 from mantissa.doctor.dump import Dump, Scored, Settings
-from mantissa.doctor.runs import read_run
 
 FRAMEWORKS = ("mantissa", "nemo-rl", "prime-rl", "slime", "miles", "skyrl", "plain", "verl", "trl", "openrlhf", "areal",
               "roll")  # fmt: skip
@@ -85,6 +83,8 @@ def read_dump(path: Path, framework: str | None = None, names: Mapping[str, str]
         if not path.exists():
             raise MantissaError(f"{path}: no such file or folder; expected a run, or a dump of log-probs")
         if (path / "config.yaml").is_file() and (path / "rollouts").is_dir() and framework in (None, "mantissa"):
+            from mantissa.doctor.runs import read_run  # a dump of others needs none of it
+
             dump = read_run(path, MOST_TOKENS)
         else:
             dump = _read_files(path, framework, names or {})

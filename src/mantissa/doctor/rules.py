@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mantissa.doctor.chances import poisson_up_to
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence, few, untested
+from mantissa.doctor.facts import COUNTED, FEWEST, NOISE, ONE_SIDED, WORDS, of
 from mantissa.doctor.sample import SIDES, Array, Tokens
-from mantissa.doctor.thresholds import COUNTED, FEWEST, NOISE, ONE_SIDED, WORDS, of
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,6 @@ class OneSided:
 
 def one_sided(t: Tokens, word_N: Array, usual: float) -> OneSided:
     """Of which sign the differences are that are far beyond noise."""
-    from scipy.special import pdtr
-
     squares = [float(np.square(t.u[part]).sum()) for part in (t.d < 0, t.d > 0)]
     noise = float(np.sqrt(min(squares) / max(int((t.d < 0 if squares[0] < squares[1] else t.d > 0).sum()), 1)))
     far = np.abs(t.u) > min(ONE_SIDED[0] * usual, max(ONE_SIDED[1] * noise, ONE_SIDED[2] * usual))
@@ -52,7 +51,7 @@ def one_sided(t: Tokens, word_N: Array, usual: float) -> OneSided:
     rarer = np.bincount(word, np.where(counted, 1 / (1 + np.exp(np.minimum(np.abs(d), 50.0))), 0.0), len(words)) / count
     known = np.bincount(word, counted, len(words)) > 0
     others = (down != most_down) & known
-    p = float(pdtr(int(others.sum()), float(rarer[known].sum()))) if known.sum() >= WORDS else 1.0
+    p = poisson_up_to(int(others.sum()), float(rarer[known].sum())) if known.sum() >= WORDS else 1.0
     return OneSided(far, SIDES[not most_down], words[down != most_down], wrong, len(words), p)
 
 

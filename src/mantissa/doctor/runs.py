@@ -10,9 +10,8 @@ import numpy as np
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.json import read_json
-from mantissa.doctor.dump import Dump, Scored, Settings
+from mantissa.doctor.dump import Dump, Scored, Settings, routes
 from mantissa.doctor.logs import Log
-from mantissa.doctor.routers import routes
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.health import expected_in
 

@@ -23,9 +23,10 @@ from functools import cached_property
 import numpy as np
 
 from mantissa.base.bounds import LARGEST_FLOAT
+from mantissa.doctor.chances import student, student_quantile
 from mantissa.doctor.diagnosis import Which
 from mantissa.doctor.dump import Dump
-from mantissa.doctor.thresholds import CERTAIN, FEWEST, GRID, LEVEL, POWER, PROMPTS
+from mantissa.doctor.facts import CERTAIN, FEWEST, GRID, LEVEL, POWER, PROMPTS
 
 SIDES: tuple[Which, Which] = ("rollout", "learner")
 _SMALL = 1 << 24  # the largest number of a unit that is counted by a table
@@ -137,8 +138,6 @@ def sums_by(unit: Array, *columns: Array) -> Array:
 
 def tested(sums_UK: Array, figure: Callable[[Array], Array], bound: float, tests: int) -> Tested:
     """The jackknife's test of ``figure`` (of sums, K last; larger is worse). ``tests``: how many share the level."""
-    from scipy.special import stdtr  # the whole of scipy.stats takes a second to import
-
     units = len(sums_UK)
     total = sums_UK.sum(0)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -147,15 +146,13 @@ def tested(sums_UK: Array, figure: Callable[[Array], Array], bound: float, tests
         return Tested(value, np.nan, 1.0, np.nan)
     error = float(np.sqrt((units - 1) / units * np.square(without_U - without_U.mean()).sum()))
     t = (value - bound) / error if error > 0 else np.inf * np.sign(value - bound) if value != bound else 0.0
-    p = max(float(stdtr(units - 1, -t)), 2.0**-units)  # units alike to the last bit prove no more than so many signs
+    p = max(student(-float(t), units - 1), 2.0**-units)  # units alike to the last bit prove no more than so many signs
     return Tested(value, error, p, bound + detectable_beyond(error, units, tests))
 
 
 def detectable_beyond(error: float, units: int, tests: int) -> float:
     """How far beyond its bound an effect must be to be found with probability ``POWER``."""
-    from scipy.special import stdtrit
-
-    return float(stdtrit(units - 1, 1 - LEVEL / tests) + stdtrit(units - 1, POWER)) * error
+    return (student_quantile(1 - LEVEL / tests, units - 1) + student_quantile(POWER, units - 1)) * error
 
 
 def rms_ratio(first: int, second: int) -> Callable[[Array], Array]:

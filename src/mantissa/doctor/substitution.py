@@ -43,10 +43,9 @@ from mantissa.base.errors import MantissaError
 from mantissa.doctor import habits, words
 from mantissa.doctor.diagnosis import Cause, CauseKind, Which
 from mantissa.doctor.dump import Settings
-from mantissa.doctor.facts import facts
+from mantissa.doctor.facts import CAUSES, DAMAGED, FEWEST_OF_HALF, LEAST, MUCH, ONE_SIGN, REPRODUCED, SMALL, facts
 from mantissa.doctor.habits import Habit
 from mantissa.doctor.sides import AnyModel, AnyShape, Array, Cache, Scores, Side, Softmax, Weights
-from mantissa.doctor.thresholds import CAUSES, DAMAGED, FEWEST_OF_HALF, LEAST, MUCH, ONE_SIGN, REPRODUCED, SMALL
 from mantissa.mismatch.intervals import Estimate, jackknife_interval
 from mantissa.model import Decoder, ModelConfig, base_parameters, policy_weights
 from mantissa.model.decoder import AdaptedProjection, merge

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from mantissa.base.digest import Digest
+from mantissa.base.tensors import Digest
 from mantissa.doctor.weights import ARRIVED, DO, Fate, Outcome, plain_name, said_of
 
 FIRST = 5  # syncs that are looked at, whatever the distance that was asked for

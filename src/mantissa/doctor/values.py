@@ -15,11 +15,12 @@ from enum import Enum
 
 import numpy as np
 
+from mantissa.doctor.chances import binomial_above
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.evidence import Evidence, few, found_as, untested
+from mantissa.doctor.facts import ABOVE_ZERO, CAP, CERTAIN, FEWEST, LEVEL, LIKELIEST, PAIRS, SAME, SURE_ZERO, of
 from mantissa.doctor.rules import is_noise, one_sided
 from mantissa.doctor.sample import SIDES, Array, Tested, Tokens, different, sums_by, tested
-from mantissa.doctor.thresholds import ABOVE_ZERO, CAP, CERTAIN, FEWEST, LEVEL, LIKELIEST, PAIRS, SAME, SURE_ZERO, of
 
 _UNITS = {"base 2": 1 / np.log(2), "base 10": 1 / np.log(10)}
 _ROWS, _ROW = 600, 64  # sequences that are compared with one another, and tokens of each, at most
@@ -168,8 +169,6 @@ def unnormalised(e: Evidence, tests: int) -> Finding:
 
 def units(e: Evidence, tests: int) -> Finding:
     """y = c x, c that between two bases of logarithms, at nearly all tokens of some sequences or all."""
-    from scipy.special import bdtrc
-
     t, b = e.clean, of("units")
     known = (t.x < b.known[0]) & (t.y < b.known[1])
     if different(t.unit[known]) < FEWEST:
@@ -186,7 +185,7 @@ def units(e: Evidence, tests: int) -> Finding:
     here = where[t.sequence] & known if best else known
     ratio = float(np.median(t.y[here] / t.x[here])) if best else 1.0
     off = abs(np.log(max(ratio, 1e-9) / factor))
-    p = float(bdtrc(best - 1, int(long.sum()), b.chance)) if best >= b.sequences and off < b.factor else 1.0
+    p = binomial_above(best - 1, int(long.sum()), b.chance) if best >= b.sequences and off < b.factor else 1.0
     said = f"the learner's log-probs are {ratio:.4f} times the rollout's, as with {name} on one side, in {best} of "
     said += f"{int(long.sum())} sequences"
     rest = np.where(where[t.sequence], t.y / factor - t.x, t.d) if best else t.d
@@ -247,8 +246,6 @@ def rows(e: Evidence, tests: int) -> Finding:
     To fit is to be of a healthy size at all tokens that both have, and at each of the three or more that are far from
     their own row. H0: as many fit as of rows that are moved by five tokens, which belong to no row.
     """
-    from scipy.special import bdtrc
-
     b = of("rows")
     table = _table(e)
     if len(table.numbers) < b.fewest:
@@ -266,7 +263,7 @@ def rows(e: Evidence, tests: int) -> Finding:
     near = np.mean([groups[n] is not None and groups[n] == groups[mate] for n, mate in mates.items()]) if hits else 0.0
     where = "of the same prompt" if near > 0.8 else "of the dump"
     said = f"{hits} of {len(table.numbers)} sequences fit another row {where} and not their own"
-    p = float(bdtrc(hits - 1, tried, by_chance)) if hits >= b.hits else 1.0
+    p = binomial_above(hits - 1, tried, by_chance) if hits >= b.hits else 1.0
     return Finding("rows", True, p, hits / len(table.numbers), "of sequences", b.hits / len(table.numbers), said,
                    rest=np.where(np.isin(e.clean.sequence, table.numbers[list(mates)]), 0.0, e.clean.d))  # fmt: skip
 
@@ -335,8 +332,6 @@ def unrelated(e: Evidence, tests: int) -> Finding:
 
 def argmax(e: Evidence, tests: int) -> Finding:
     """One side's is the log-prob of the likeliest token: the same where the token is the likeliest, above elsewhere."""
-    from scipy.special import bdtrc
-
     t, usual, b = e.clean, e.usual, of("argmax")
     if t.units < FEWEST:
         return few("argmax", t.units)
@@ -352,7 +347,7 @@ def argmax(e: Evidence, tests: int) -> Finding:
         decided = sure.sum() >= b.fewest or telling.sum() >= PAIRS
         fits = alike > b.alike and healthy and above.mean() > b.above and far.mean() > b.far
         if decided and fits and one.max() < -SAME:
-            p = float(bdtrc(int(above.sum()) - 1, len(above), b.chance))
+            p = binomial_above(int(above.sum()) - 1, len(above), b.chance)
             best = max(best, (float(far.mean()), side, p, np.where(far, 0.0, t.d)), key=lambda each: each[0])
     share, side, p, rest = best
     said = f"the {side}'s are above the other's at {share:.0%} of tokens and never below" if side else "no side's are"
@@ -576,8 +571,6 @@ def half_logits(e: Evidence, tests: int) -> Finding:
     A logit of 16 to 32 has a step of 1/8 in bf16, one of 2 to 4 of 1/64: the step says nothing of the format. Rounding
     to a step q leaves an error of q / sqrt(12) in u; so much of the gap it explains.
     """
-    from scipy.special import bdtrc
-
     heat = e.dump.settings.temperature or 1.0
     b = of("half_logits")
     if len(e.pairs) < PAIRS:
@@ -591,7 +584,7 @@ def half_logits(e: Evidence, tests: int) -> Finding:
         for step in (2.0**-7, 2.0**-10):
             hits = int((np.abs(d / step - np.round(d / step)) * step < b.near).sum())
             if hits / len(d) > b.pairs and hits / len(d) > best[0] + b.better:
-                best = hits / len(d), step, float(bdtrc(hits - 1, len(d), 2 * b.near / step))
+                best = hits / len(d), step, binomial_above(hits - 1, len(d), 2 * b.near / step)
         found.append(best)
         if best[1]:
             said.append(f"{best[0]:.0%} of {len(d)} differences between the {name}'s logits lie on a half's grid")

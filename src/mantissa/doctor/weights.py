@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mantissa.base.digest import Digest, digest
+from mantissa.base.tensors import Digest, digest
 from mantissa.doctor.held import Held, Stored
 from mantissa.model.gguf import on_grid
 from mantissa.precision import E4M3, SQUARE, dequantize, quantize

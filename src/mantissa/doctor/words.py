@@ -276,6 +276,11 @@ def twice(again: int, rows: int) -> str:
     return f"{again:,} of {rows:,} sequences stand there twice, with the same log-probs: each was counted once"
 
 
+def firsts(tokens: int) -> str:
+    """What no engine's number stands for, in every response."""
+    return f"the rollout has no log-prob of the first token of each response: {tokens:,} tokens, compared without them"
+
+
 def copies(equal: int, sequences: int) -> str:
     """Sequences that are one side's, saved twice."""
     return f"{equal:,} of {sequences:,} sequences are equal on both sides to the last bit, and others are not: copies"

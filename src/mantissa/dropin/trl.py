@@ -30,12 +30,12 @@ import torch
 
 from mantissa.adopted import Adopted
 from mantissa.adopted import adopt as adopted_model
-from mantissa.base.digest import Digest, digest
 from mantissa.base.errors import MantissaError
+from mantissa.base.tensors import Digest, digest
+from mantissa.doctor.dump import routes
 from mantissa.doctor.gate import Gate
 from mantissa.doctor.held import Held, Source, Stored, held
 from mantissa.doctor.record import ScoredBatch, write_batch
-from mantissa.doctor.routers import routes
 from mantissa.doctor.sync import SyncProof, source_of, verdict, wanted
 from mantissa.doctor.weights import compare, plain_name
 from mantissa.rollout.vllm.worker import weights as vllm_weights

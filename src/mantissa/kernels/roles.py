@@ -369,3 +369,19 @@ def _kernels(role: ResolvedRole, precision: ResolvedPrecision, plan: ExactPlan |
     if role.backend == "native":
         return NativeKernels(fmt, logits, role.fp8, table, copies and not cuda)
     return SimulatedKernels(fmt, logits, copies, role.fp8, table)
+
+
+def emulated(precision: ResolvedPrecision, emulation: Emulation) -> ResolvedPrecision:
+    """The same formats, where the rollout's kernels have a serving engine's habits; the table says which."""
+    role, active = precision.rollout, precision.rollout.active
+    why = f"a serving engine's arithmetic, emulated: {emulation}; values on their grids in fp32"
+    if idle := emulation.idle(active):
+        why += f"; in {active} {', '.join(idle)} {'does' if len(idle) == 1 else 'do'} nothing"
+    rollout = dataclasses.replace(role, backend="simulated", reason=why, emulation=emulation)
+    logits = precision.logits
+    if emulation.logits is not None and active is not logits.active:
+        logits = dataclasses.replace(logits, reason=f"{logits.reason}; but the rollout's are rounded to {active}")
+    # On a GPU too: rounded in fp32.
+    held: Backend = "native" if precision.kv_cache.active.name == "fp32" else "simulated"
+    cache = dataclasses.replace(precision.kv_cache, backend=held)
+    return dataclasses.replace(precision, rollout=rollout, logits=logits, kv_cache=cache)

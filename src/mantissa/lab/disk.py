@@ -18,8 +18,8 @@ from mantissa.lab.plan import Cell, Lab, warm_config
 from mantissa.model import Decoder, ModelConfig
 from mantissa.model.config import read_config
 from mantissa.model.gguf import load_gguf
-from mantissa.rl.adapters import locate, policy_folder
 from mantissa.rl.config.run import RunConfig
+from mantissa.rl.policy import locate, policy_folder
 
 _BYTES = 1 << 19  # of a run beside all that is counted: report, metrics, tokenizer; of a gap all
 _SAMPLE, _TOKEN = 60, 6  # bytes of a completion and of each of its tokens, compressed; measured on the demo's task

@@ -14,7 +14,7 @@ from pathlib import Path  # noqa: E402
 from mantissa.base.errors import MantissaError, say  # noqa: E402
 from mantissa.rl.assemble import assemble  # noqa: E402
 from mantissa.rl.config.run import load_recipe  # noqa: E402
-from mantissa.rl.warm_start import warm_start  # noqa: E402
+from mantissa.rl.session import warm_start  # noqa: E402
 
 
 def main(recipe: str, folder: str) -> None:

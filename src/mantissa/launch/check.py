@@ -454,8 +454,7 @@ def _plugin_options(overrides: Mapping[str, str]) -> dict[str, Any]:
 
 def _mistake(options: Mapping[str, Any], engine: Engine, name: str) -> str:
     """What the plugin's own class, and so a job, would say of the option ``name``, or an empty text."""
-    from mantissa.verl.engine_options import EngineOptions
-    from mantissa.verl.options import Fsdp2Options
+    from mantissa.verl.options import EngineOptions, Fsdp2Options
 
     known = {"param_dtype"} if engine == "mantissa_fsdp2" else set()  # beside which others do something or nothing
     given = {key: options[key] for key in (*known, name) if key in options}
@@ -526,7 +525,7 @@ def _roles(words: Words, good: dict[str, str], engine: Engine, rollout: Rollout,
 
 def _roles_of_plugin(words: Words, good: dict[str, str], version: Version) -> list[Role]:
     """Of Mantissa's own learner and rollout, whose formats one policy says."""
-    from mantissa.verl.engine_options import EngineOptions
+    from mantissa.verl.options import EngineOptions
 
     try:
         options = EngineOptions.of(_plugin_options({key: given.value for key, given in words.overrides.items()}))

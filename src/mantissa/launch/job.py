@@ -20,11 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mantissa.base.bounds import boundary, regular_file
-from mantissa.base.budget import require_size
+from mantissa.base.bounds import Limits, boundary, regular_file, require_size
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.json import read_json
-from mantissa.base.readers.limits import Limits
 from mantissa.base.readers.pickles import Record, load
 from mantissa.base.readers.yaml import read_yaml
 from mantissa.launch.check import check_verl_job

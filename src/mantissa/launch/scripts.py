@@ -22,10 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mantissa.base.bounds import boundary, regular_file
-from mantissa.base.budget import Budget, require_size
+from mantissa.base.bounds import Budget, Limits, boundary, regular_file, require_size
 from mantissa.base.errors import MantissaError
-from mantissa.base.readers.limits import Limits
 from mantissa.base.readers.toml import read_toml
 from mantissa.base.readers.yaml import parse_yaml, read_yaml
 

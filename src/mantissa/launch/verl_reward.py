@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from mantissa.tasks import Grader
 from mantissa.tasks.rewards import verifier_named
-from mantissa.tasks.sandbox.pool import Grader
 from mantissa.tasks.types import Problem
 
 _local = threading.local()

@@ -21,16 +21,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mantissa.base.bounds import LARGEST_SIZE, boundary, number
-from mantissa.base.budget import call, memory
+from mantissa.base.bounds import LARGEST_SIZE, boundary, call, number
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import DIGESTS, write_atomically
 from mantissa.base.hub import find_model, read_object
+from mantissa.base.readers.templates import render
 from mantissa.base.readers.tokenizers import load_backend
 from mantissa.model.gguf import gguf_tokenizer
 
-_TEMPLATE_S = 2.0  # for one chat template with one prompt; a millisecond is usual
-_TEMPLATE_BYTES = 512 << 20  # likewise; one operation on texts may ask for any amount, and nothing interrupts it
 _MOST_S, _SLOWEST = (
     5.0,
     1e5,
@@ -151,13 +149,7 @@ class Tokenizer:
                 "tokenizer: the prompt is a list of chat messages but this tokenizer has no chat template; "
                 "give the prompts as plain strings, or use an instruct model's tokenizer"
             )
-        given = [dict(message) for message in messages]
-        refused = boundary("tokenizer: its chat template refuses these messages", "mend the template or the messages")
-        with refused, memory(_TEMPLATE_BYTES):
-            return call(lambda: self._rendered(given, generation_prompt), _TEMPLATE_S)
-
-    def _rendered(self, messages: list[dict[str, str]], generation_prompt: bool) -> str:
-        return str(self.backend.apply_chat_template(messages, add_generation_prompt=generation_prompt, tokenize=False))
+        return render(self.backend, messages, generation_prompt)
 
     def require_fit(self, embeddings: int) -> None:
         """``MantissaError`` unless every id of this tokenizer has a row in a table of ``embeddings`` rows."""
@@ -191,7 +183,6 @@ def load_tokenizer(name_or_path: str | Path, embeddings: int | None = None) -> T
     if not folder.is_dir():
         with boundary(f"{folder}: cannot load the tokenizer", "check or fetch the file again"):
             backend, generation, rows = gguf_tokenizer(folder)
-            _check_templates(backend)
             tokenizer = Tokenizer(backend, generation)
         tokenizer.require_fit(rows if embeddings is None else embeddings)
         return tokenizer
@@ -208,7 +199,6 @@ def load_tokenizer(name_or_path: str | Path, embeddings: int | None = None) -> T
         generation = {key: config[key] for key in ("eos_token_id",) if config.get(key) is not None}
     with boundary(f"{folder}: cannot load the tokenizer", "check or fetch its files again"):
         backend = load_backend(folder, settings)
-        _check_templates(backend)
         tokenizer = Tokenizer(backend, generation)
     if embeddings is None:
         embeddings = config.get("vocab_size")
@@ -263,17 +253,6 @@ def _wrap(backend: Any) -> Any:
         clean_up_tokenization_spaces=False,
         split_special_tokens=True,  # "<eos>" in a text is five characters, not the token
     )
-
-
-def _check_templates(backend: Any) -> None:
-    """Refuse a power in a chat template: jinja works constants out when it compiles, and nothing can interrupt that."""
-    from jinja2 import Environment, nodes
-
-    templates = backend.chat_template or {}
-    for template in templates.values() if isinstance(templates, dict) else (templates,):
-        plain = re.sub(r"{%[-+]?\s*(end)?generation\s*[-+]?%}", "", template)  # transformers' own tag
-        if next(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain).find_all(nodes.Pow), None):
-            raise MantissaError("its chat template computes a power, which no prompt needs")
 
 
 def _eos_ids(backend: Any, generation: Mapping[str, Any]) -> tuple[int, ...]:

@@ -16,47 +16,43 @@ from torch import Tensor
 from mantissa.base.bounds import require_memory
 from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import ALONE, Ranks, be_deterministic, choose_device
-from mantissa.base.seeds import generator
 from mantissa.kernels import (
     WAYS,
-    Emulation,
     ExactPlan,
     Kernels,
+    ModelShapes,
     NativeKernels,
     ResolvedPrecision,
     Way,
+    check_invariance,
     cpu,
     learner_kernels,
+    plan_exact,
+    probe,
     reference_kernels,
     resolve,
     rollout_kernels,
 )
+from mantissa.kernels.roles import emulated
 from mantissa.model import (
     Decoder,
     ModelConfig,
     Tokenizer,
-    attach,
     base_digest,
-    byte_tokenizer,
-    character_tokenizer,
     policy_weights,
     save_model,
 )
-from mantissa.model.config import OtherFamilyError
 from mantissa.model.decoder import place
-from mantissa.precision import E4M3, FP32
-from mantissa.precision.policy import Backend
-from mantissa.rl.adapters import open_policy, policy_folder
-from mantissa.rl.collect.ahead import shares
-from mantissa.rl.collect.batch import Sampler
+from mantissa.precision import PrecisionPolicy
+from mantissa.rl.ahead import shares
+from mantissa.rl.batch import Sampler
 from mantissa.rl.config.run import RunConfig
-from mantissa.rl.config.sections import LossScalingConfig, ModelSource, RolloutConfig
-from mantissa.rl.exact.plan import exact_plan, prove
-from mantissa.rl.exact.twin import ExactTwin, exact_twin
+from mantissa.rl.config.sections import LossScalingConfig, RolloutConfig
+from mantissa.rl.engines import as_policy, on_vllm, open_transformers, proven, vllm_start
 from mantissa.rl.learner import Learner
+from mantissa.rl.policy import load_policy, open_policy, policy_folder
 from mantissa.rl.score import ReferencePolicy
-from mantissa.rl.transformers import as_policy, open_transformers, proven
-from mantissa.rollout import CopiedPolicy, NativeEngine, RolloutEngine, VllmEngine, VllmStart, require_vllm, serve_vllm
+from mantissa.rollout import CopiedPolicy, NativeEngine, RolloutEngine, VllmEngine, require_vllm
 from mantissa.rollout.transformers import (
     CopiedTransformers,
     PolicyEngine,
@@ -67,7 +63,6 @@ from mantissa.rollout.transformers import (
 from mantissa.tasks import DatasetConfig, DatasetTask, Grader, Problem, Task, build_task
 from mantissa.training import LossScaler
 
-_BYTES_A_WEIGHT = 10  # fp32, its gradient, and two moments of 8 bits
 _BYTES_A_COMPLETION = 1000  # objects in Python, without their text and tokens
 _BYTES_A_PROBLEM = 500
 
@@ -191,9 +186,7 @@ def _by_transformers(config: RunConfig, task: Task, device: torch.device, ranks:
     kernels = NativeKernels(policy.format)  # whose format alone is asked: transformers' code multiplies
     engine = PolicyEngine(policy, precision.rollout, config.rollout.slots, tokenizer.decode)
     copies = None
-    if section is not None:
-        assert precision.reference is not None
-        role = precision.reference
+    if section is not None and (role := precision.reference) is not None:
         copies = CopiedTransformers(policy, role)
         reference = ReferencePolicy(
             copies, NativeKernels(role.active), temperature=config.rollout.temperature,
@@ -369,28 +362,6 @@ def _check_bill(config: RunConfig) -> None:
         require_memory(problems * _BYTES_A_PROBLEM, f"task: {problems:,} problems", "lower its sizes")
 
 
-def load_policy(source: ModelSource, task: Task, seed: int) -> tuple[Decoder, Tokenizer]:
-    """The policy's fp32 masters, adapters attached where the recipe asks for them, and its tokenizer."""
-    if source.path is not None:
-        try:
-            return open_policy(policy_folder(source.path), source.lora, seed)
-        except OtherFamilyError as error:
-            raise MantissaError(f"{error}; rollout.engine=transformers runs it by transformers' own code") from None
-    assert source.fresh is not None  # the configuration's own check
-    tokenizer = byte_tokenizer()
-    if source.tokenizer == "characters":
-        if task.alphabet is None:
-            raise MantissaError(f"model.tokenizer=characters: task {task.name} has no alphabet of its own; use bytes")
-        tokenizer = character_tokenizer(task.alphabet)
-    shape = source.fresh.model(tokenizer.vocab_size)
-    what = f"model.fresh: {shape.parameters:,} parameters with gradients and moments"
-    require_memory(_BYTES_A_WEIGHT * shape.parameters, what, "make it smaller")
-    model = Decoder(shape).initialize(generator(seed, "weights"))
-    if source.lora is not None:
-        attach(model, source.lora.shape(), generator(seed, "lora"))
-    return model, tokenizer
-
-
 def check_task(config: RunConfig, task: Task, sampler: Sampler, max_length: int) -> None:
     """Find now what would stop the run later: no held-out problems, prompts too long or impossible to write.
 
@@ -452,62 +423,6 @@ def _longest(config: RunConfig, task: Task, room: int) -> int:
     return min(room, max(bounds, default=room))
 
 
-def on_vllm(precision: ResolvedPrecision) -> ResolvedPrecision:
-    """The same formats, where the rollout's are vLLM's own arithmetic and not this package's kernels."""
-    rollout = "vLLM's own kernels and sum order"
-    if (fp8 := precision.rollout.fp8) is not None:
-        rollout = (
-            f"vLLM's own fp8 kernels: products of e4m3 in blocks of 128, base {fp8.base}; weights of our quantising"
-        )
-    operands = "fp32" if precision.rollout.active is FP32 else "half"
-    logits = f"{operands} operands, fp32 result, fp32 log-softmax; vLLM's head is told to be fp32"
-    if precision.logits.active.name != "fp32":
-        logits = f"asked for: rounded to {precision.logits.active} on both sides, by vLLM's head too"
-    cache = "vLLM's cache, in the rollout's format"
-    if precision.kv_cache.active is E4M3:
-        cache = "asked for: vLLM's e4m3 cache without scales, so beyond 448 saturated" + (
-            "; digits cut off, not rounded" if precision.device == "cpu" else ""
-        )
-    said = {"rollout": rollout, "logits": logits, "kv_cache": cache}
-    roles: dict[str, Any] = {
-        role: dataclasses.replace(getattr(precision, role), backend="native", reason=why) for role, why in said.items()
-    }
-    return dataclasses.replace(precision, **roles)
-
-
-def emulated(precision: ResolvedPrecision, emulation: Emulation) -> ResolvedPrecision:
-    """The same formats, where the rollout's kernels have a serving engine's habits; the table says which."""
-    role, active = precision.rollout, precision.rollout.active
-    why = f"a serving engine's arithmetic, emulated: {emulation}; values on their grids in fp32"
-    if idle := emulation.idle(active):
-        why += f"; in {active} {', '.join(idle)} {'does' if len(idle) == 1 else 'do'} nothing"
-    rollout = dataclasses.replace(role, backend="simulated", reason=why, emulation=emulation)
-    logits = precision.logits
-    if emulation.logits is not None and active is not logits.active:
-        logits = dataclasses.replace(logits, reason=f"{logits.reason}; but the rollout's are rounded to {active}")
-    # On a GPU too: rounded in fp32.
-    held: Backend = "native" if precision.kv_cache.active.name == "fp32" else "simulated"
-    cache = dataclasses.replace(precision.kv_cache, backend=held)
-    return dataclasses.replace(precision, rollout=rollout, logits=logits, kv_cache=cache)
-
-
-def vllm_start(
-    rollout: RolloutConfig, precision: ResolvedPrecision, model: ModelConfig, device: torch.device
-) -> VllmStart:
-    """What the recipe asks a vLLM to be."""
-    return VllmStart(
-        model,
-        precision.rollout.active,
-        precision.logits.active,
-        slots=rollout.slots,
-        max_length=model.max_position_embeddings,
-        device=device,
-        sleeps=rollout.vllm.sleep,
-        cache=precision.kv_cache.active,
-        fp8=precision.rollout.fp8,
-    )
-
-
 def build_engine(
     rollout: RolloutConfig,
     precision: ResolvedPrecision,
@@ -540,19 +455,116 @@ def build_engine(
     )
 
 
-def serve_engine(
-    rollout: RolloutConfig,
+def prove(
+    precision: ResolvedPrecision, device: torch.device, plan: ExactPlan | None = None, vllm: bool = False
+) -> dict[str, str]:
+    """Probe every role's kernels on a device; returns what each probe saw, by role. Exact kernels need their plan.
+
+    ``vllm``: the rollout's are vLLM's, which its engine tries itself.
+    """
+    evidence = {"learner": probe(learner_kernels(precision, plan), device)}
+    if not vllm:
+        evidence["rollout"] = probe(rollout_kernels(precision, plan), device)
+    if precision.reference is not None:
+        evidence["reference"] = probe(reference_kernels(precision, plan), device)
+    return evidence
+
+
+def exact_plan(
     precision: ResolvedPrecision,
-    model: ModelConfig,
+    model: Decoder,
     device: torch.device,
-    *,
-    host: str,
-    port: int,
-    folder: str | None,
-    ready: Callable[[str], None],
-) -> int:
-    """A vLLM server for runs of a recipe, until it ends or is interrupted; returns its exit code."""
-    with torch.device("meta"):
-        shapes = {name: weight.to(precision.rollout.active.dtype) for name, weight in Decoder(model).named_parameters()}
-    start = vllm_start(rollout, precision, model, device)
-    return serve_vllm(start, shapes, host=host, port=port, folder=folder, ready=ready)
+    length: int,
+    rows: int,
+    fastest: Way = WAYS[0],
+) -> ExactPlan | None:
+    """How exact kernels will compute this model here, found by probing; None where no role is exact.
+
+    On CUDA there is nothing to choose: None too, but the kernels are probed, and ``MantissaError`` names what fails.
+
+    ``length``: positions of the longest sequence to look at. ``rows``: positions of the largest product. ``fastest``:
+    the fastest way to compute that may be chosen.
+    """
+    if not precision.learner.exact:
+        return None
+    config = model.config
+    shapes = ModelShapes.of(
+        dict(model.named_parameters()),
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        length,
+        rows,
+    )
+    if device.type != "cpu":
+        check_invariance(rollout_kernels(precision), shapes, device)
+        return None
+    learner, reference = precision.learner, precision.reference
+    other = reference is not None and (reference.active, reference.fp8) != (learner.active, learner.fp8)
+    return plan_exact(shapes, learner, device, fastest, other)
+
+
+@dataclass(frozen=True)
+class ExactTwin:
+    """The rollout's exact kernels; None where there are none. ``said``: what they are, or why there are none.
+
+    ``every``: steps between measurements. ``evidence``: what the probe saw of the kernels.
+    """
+
+    kernels: Kernels | None
+    said: str
+    every: int
+    evidence: str = ""
+
+    @property
+    def line(self) -> str:
+        """One line for the screen."""
+        if self.kernels is None:
+            return f"engine's share of the gap: not measured, {self.said}"
+        steps = "every step" if self.every == 1 else f"every {self.every} steps"
+        return f"engine's share of the gap: measured {steps} by {self.said}"
+
+    def facts(self, engine: RolloutEngine) -> dict[str, Any]:
+        """What the run's folder keeps for the report: engine, format of both, what measures or why nothing does."""
+        return {
+            "engine": engine.release,
+            "format": engine.format_name,
+            "every": self.every,
+            "measured": self.kernels is not None,
+            "kernels" if self.kernels is not None else "reason": self.said,
+        } | ({"evidence": self.evidence} if self.evidence else {})
+
+
+def exact_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
+    """The rollout's precision under exact kernels, as a policy of its own: what the native engine would be given."""
+    fp8 = policy.fp8 if policy.rollout == "fp8" else None
+    alone = {"preset": None, "train": policy.rollout, "reference": None, "fp8": fp8, "quantized": None}
+    return PrecisionPolicy(**dict(policy) | alone | {"kernels": "exact", "backend": "auto", "fallback": "error"})
+
+
+def exact_twin(
+    config: RunConfig, model: Decoder, device: torch.device, length: int, rows: int, ranks: Ranks
+) -> ExactTwin:
+    """Exact kernels for the rollout's format, proven here; or why there are none, and then nobody measures.
+
+    ``length``, ``rows``: as in ``exact_plan``.
+    """
+    policy, every = config.precision, config.rollout.vllm.share_every
+    if every == 0:
+        return ExactTwin(None, "rollout.vllm.share_every=0", every)
+    if policy.rollout == "fp8" and device.type == "cpu":
+        return ExactTwin(None, "a rollout in fp8 is sent as codes, and exact kernels on a CPU hold values", every)
+    if config.rollout.max_policy_lag > 0:
+        return ExactTwin(None, "rollout.max_policy_lag above 0: newer weights than sampled a batch are held", every)
+    plan, evidence, failed = None, "", None
+    try:
+        exact = resolve(exact_policy(policy), device)
+        plan = exact_plan(exact, model, device, length, rows)
+        evidence = probe(rollout_kernels(exact, plan), device)
+    except MantissaError as error:
+        failed = str(error).rpartition("; ")[0] or str(error)  # its advice is for a recipe that asks for them
+    failed = ranks.first_of(failed)  # none measures where one cannot
+    if failed is not None:
+        return ExactTwin(None, failed, every)
+    kernels = rollout_kernels(exact, ranks.broadcast(plan))
+    return ExactTwin(kernels, f"{exact.rollout.kernels} kernels in {exact.rollout.name}", every, evidence)

@@ -9,13 +9,12 @@ from pathlib import Path
 import torch
 
 from mantissa.base.errors import MantissaError
-from mantissa.doctor.dump import Dump
-from mantissa.doctor.routers import routes
+from mantissa.doctor.dump import Dump, routes
 from mantissa.doctor.sides import AnyModel, Weights
 from mantissa.doctor.substitution import adapter_versions, plain_policy
 from mantissa.model import Decoder, Tokenizer, policy_weights, trained_parameters
-from mantissa.rl.adapters import open_any, open_policy, policy_folder
 from mantissa.rl.config.run import make_config
+from mantissa.rl.policy import open_any, open_policy, policy_folder
 from mantissa.runs.directory import RunDirectory
 from mantissa.training import load_weights
 from mantissa.training.checkpoint import load_checkpoint, saved_state

@@ -23,14 +23,12 @@ from mantissa.base.files import Reserve
 from mantissa.base.tensors import check_tensors
 from mantissa.guard.watch import RunGuard
 from mantissa.model import Decoder
-from mantissa.rl.adapters import FrozenBase
+from mantissa.rl.ahead import pack, unpack
 from mantissa.rl.assemble import Parts
-from mantissa.rl.collect.ahead import pack, unpack
-from mantissa.rl.collect.batch import Batch, SyncSource
+from mantissa.rl.batch import Batch, SyncSource
 from mantissa.rl.config.run import RunConfig
-from mantissa.rl.exact.check import Exactness
-from mantissa.rl.exact.twin import EngineShare
-from mantissa.rl.probes import Diagnose, Flushed, KeptMass, Lag, Probe, Refresh
+from mantissa.rl.policy import FrozenBase
+from mantissa.rl.probes import Diagnose, EngineShare, Exactness, Flushed, KeptMass, Lag, Probe, Refresh
 from mantissa.rollout.engine import CopyingEngine
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live, Trackers
@@ -76,7 +74,7 @@ class Run:
         self.probes = self._probes()
         self.room = Reserve(folder.checkpoints, f"{folder.checkpoints}, where room for the next checkpoint is kept")
         self.seconds: dict[str, float] = {}  # of the present step, by phase
-        self.started: float | None = None  # when the present step was, its first try
+        self.started = 0.0  # when the present step was, its first try; 0: not yet
         self.at = 0  # the present step
 
     def _probes(self) -> list[Probe]:
@@ -96,7 +94,7 @@ class Run:
         if self.params.truncates and config.rollout.support == "kept":
             probes.append(KeptMass(learner))
         if config.doctor is not None:
-            probes.append(Diagnose(config, learner, self.folder, self.live.note))
+            probes.append(Diagnose(config, config.doctor.every, learner, self.folder, self.live.note))
         return [*probes, Flushed(learner)]
 
     @contextmanager

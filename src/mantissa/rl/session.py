@@ -1,11 +1,18 @@
-"""Starting and resuming a run: what surrounds the loop. The command line is a thin layer over these two functions.
+"""A run from its beginning, or the checkpoint that it is gone on from, to its end: ``start``, ``resume``, and ``go``,
+the loop of its steps. The command line is a thin layer over the first two.
 
 On several processes each calls them with the same arguments. Rank 0 makes and writes the folder, and talks; the others
 look on.
+
+Before the first step may be a warm start: supervised steps on the task's own solutions, for a policy that sometimes
+succeeds. It runs in the learner's precision through the same optimiser step as RL, with an optimiser and a scaler of
+its own that end with it. Everything in it is a function of the seed, so a run killed during its warm start begins it
+again and arrives at the same bits.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -22,24 +29,36 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from mantissa.algorithms import aggregation_scale
 from mantissa.algorithms.correction import CorrectionConfig
 from mantissa.base.errors import MantissaError, StoppedError
 from mantissa.base.functions import IMPORT_PATH, source_digest
 from mantissa.base.ranks import ALONE, Ranks, choose_device, join, world_size
 from mantissa.base.screen import Screen
+from mantissa.base.seeds import stream_slice
 from mantissa.guard import ReferenceRun
 from mantissa.guard.watch import fall_back_of
 from mantissa.kernels import resolve
 from mantissa.kernels.cpu import CpuProducts
 from mantissa.mismatch.usual import Usual
+from mantissa.precision import masked_sum
+from mantissa.rl.ahead import AsyncSource
 from mantissa.rl.assemble import Parts, assemble
+from mantissa.rl.batch import Collector, Sampler, SyncSource, success_rates
 from mantissa.rl.config.run import RunConfig, apply_overrides, make_config, widened
-from mantissa.rl.run import Run
-from mantissa.rl.step import go
+from mantissa.rl.config.sections import WarmStartConfig
+from mantissa.rl.experience import Sequences
+from mantissa.rl.learner import Learner
+from mantissa.rl.probes import SampleAgain
+from mantissa.rl.run import Run, hold_room, restore, save
+from mantissa.rl.step import settle, take_step
+from mantissa.rollout import SamplingParams
 from mantissa.runs.directory import Onlooker, RunDirectory, default_path, environment
 from mantissa.runs.health import VERDICTS, expected_gap, gap_sentence, share_sentence
 from mantissa.runs.live import Live, Trackers, from_names
 from mantissa.runs.report import build_report
+from mantissa.tasks import Problem
+from mantissa.training import OptimizerStep, learning_rate, load_checkpoint, saved_steps
 from mantissa.training.audit import audit
 from mantissa.training.optimizer import described
 from mantissa.training.scaler import FixedScaler
@@ -353,3 +372,182 @@ def _parameters(parts: Parts) -> str:
     total = sum(parameter.numel() for parameter in parts.model.parameters())
     training = sum(parameter.numel() for parameter in parts.learner.trained.values())
     return f"{total:,}" if training == total else f"{total:,}, of which {training:,} train"
+
+
+def go(run: Run) -> bool:
+    """Run to the end: from the newest checkpoint, or from the beginning. False: the guard fell back on the way, and the
+    newest checkpoint is to be gone on from in another format."""
+    saved = run.ranks.broadcast(saved_steps(run.folder.checkpoints))  # rank 0 may be about to write one
+    step = 0
+    if saved:
+        step = restore(run, load_checkpoint(run.folder.checkpoints, saved[-1]))
+    else:
+        begin(run)
+        save(run, 0)
+    run.source = open_source(run)
+    run.source.start(step, run.learner.weights, run.learner.version, run.ahead)
+    hold_room(run, step)
+    try:
+        while step < run.config.steps and not run.fell_back:
+            try:
+                row = take_step(run, step + 1)
+            except SampleAgain:
+                run.source.again(run.position)
+            else:
+                step += 1
+                settle(run, step, row)
+    finally:
+        run.source.close()
+        run.room.release()
+    if run.fell_back:
+        return False
+    export(run)
+    return True
+
+
+def export(run: Run) -> None:
+    """Write the policy as it now is into the run's folder."""
+    weights = run.ranks.whole(run.learner.weights) if run.ranks.sharded else None
+    if run.ranks.rank0:
+        run.base.export()
+        run.parts.save(run.folder.policy_path, weights)
+
+
+def open_source(run: Run) -> SyncSource:
+    """Where batches come from, at the position after the last that was sampled."""
+    config, engine = run.config, run.sampler.engine
+    params = dataclasses.replace(run.params, most_probable=run.learner.most_probable)
+    collector = Collector(run.sampler, run.train, run.kept, config.rollout, params, config.seed)
+    collector.position = run.ahead[-1].position if run.ahead else run.position
+    if config.steps_behind == 0:
+        return SyncSource(collector, engine)
+    return AsyncSource(collector, engine, config.steps_behind, config.steps, run.parts.device)
+
+
+def begin(run: Run) -> None:
+    """The run's beginning, the warm start included."""
+    run.folder.rewind(0)
+    if run.guard is not None:
+        run.guard.restore(0, {}, [])
+    run.folder.truncate_warm_start(-1)
+    config = run.config
+    if config.warm_start is not None:
+
+        def report(row: dict[str, Any]) -> None:
+            run.folder.append_warm_start(row)
+            run.live.note(
+                f"warm start {row['step']:>4}   loss {row['warm_start/loss']:.3f}   "
+                f"accuracy {row['warm_start/accuracy']:.3f}"
+            )
+
+        warm = config.warm_start
+        run.live.note(
+            f"warm start: at most {warm.steps:,} supervised steps, until accuracy {warm.target_accuracy:g}; "
+            "warm_start.steps=N for fewer"
+        )
+        with run.base.warming():
+            warm_start(run.parts, warm, run.params, report, run.live.doing)
+    if run.ranks.rank0:
+        run.base.keep()
+    run.sampler.engine.sync(run.learner.weights, run.learner.version)
+    for term in run.learner.terms:
+        term.begin(run.learner.weights, run.learner.version)
+    run.kept = perfectible(run)
+
+
+def perfectible(run: Run) -> list[int]:
+    """Indices of the training problems to use: all, or those the policy solves sometimes."""
+    every = list(range(len(run.train)))
+    filter_ = run.config.perfectible
+    if filter_ is None:
+        return every
+    sampled = run.sampler.sample(
+        run.train, filter_.samples, run.params, run.learner.version, run.config.seed, "perfectible"
+    )
+    rates = success_rates(sampled, run.sampler.grade(sampled))
+    kept = [index for index in every if filter_.low <= rates[index] <= filter_.high]
+    run.live.note(
+        f"perfectible: kept {len(kept)} of {len(every)} prompts with success rate in "
+        f"[{filter_.low}, {filter_.high}] over {filter_.samples} samples (mean rate {sum(rates) / len(rates):.3f})"
+    )
+    if not kept:
+        raise MantissaError(
+            f"perfectible: no training prompt has a success rate in [{filter_.low}, {filter_.high}] "
+            f"(mean {sum(rates) / len(rates):.3f}); warm-start to another accuracy, or set perfectible=null"
+        )
+    return kept
+
+
+_LR_WARMUP = 20
+
+
+# The warm start
+def warm_start(
+    parts: Parts,
+    config: WarmStartConfig,
+    params: SamplingParams,
+    report: Callable[[dict[str, Any]], None],
+    doing: Callable[[str], None] = lambda what: None,
+) -> None:
+    """Train on the task's solutions until ``config.steps``, or until sampled accuracy reaches the target.
+
+    ``report`` receives ``{"step", "warm_start/loss", "warm_start/accuracy"}`` after each evaluation; ``doing`` is told
+    each step's number, in words. Every problem of the split has a solution: ``assemble`` has seen to that.
+    """
+    learner, sampler = parts.learner, parts.sampler
+    solved, heldout = parts.task.split("warm_start"), parts.task.split("heldout")[: config.problems]
+    optimizer_step = learner.optimizer_step(
+        learning_rate(config.lr, _LR_WARMUP), parts.new_scaler(), purpose="warm start"
+    )
+    losses: list[float] = []
+    for step in range(1, config.steps + 1):
+        doing(f"warm start {step:,} of at most {config.steps:,}")
+        indices = stream_slice(len(solved), (step - 1) * config.batch, config.batch, learner.seed, "warm_start")
+        sequences = _sequences([solved[index] for index in indices], sampler, parts.device)
+        losses.append(_supervised_step(learner, optimizer_step, sequences))
+        if step % config.evaluate_every == 0 or step == config.steps:
+            sampler.engine.sync(learner.weights, learner.version)
+            accuracy = sampler.accuracy(
+                heldout, 1, params, learner.version, learner.seed, "warm_start evaluation", step
+            )
+            sampler.engine.pause()
+            report({"step": step, "warm_start/loss": sum(losses) / len(losses), "warm_start/accuracy": accuracy})
+            losses.clear()
+            if accuracy >= config.target_accuracy:
+                return
+
+
+def _sequences(problems: Sequence[Problem], sampler: Sampler, device: torch.device) -> Sequences:
+    """Each prompt with its solution and an end token."""
+    end = sampler.tokenizer.eos_ids[0]
+    responses = []
+    for problem in problems:
+        assert problem.solution is not None, f"problem {problem.id} has no solution"
+        responses.append([*sampler.tokenizer.encode(problem.solution), end])
+    return Sequences.build([sampler.encode(problem) for problem in problems], responses, device)
+
+
+def _supervised_step(learner: Learner, step: OptimizerStep, sequences: Sequences) -> float:
+    """One step on -mean_t logp; returns that loss."""
+    scale_BR, ranks = aggregation_scale(sequences.mask_BR, "token_mean"), learner.ranks
+    rows = sequences.rows
+    parts = sequences.micro_batches(rows, learner.config.micro_batch_tokens, ranks)
+    losses: list[torch.Tensor] = []
+
+    def backward(scale: float) -> torch.Tensor:
+        losses.clear()
+        for part_rows in parts:
+            part = sequences.select(part_rows if len(part_rows) else rows[:1])
+            logp_N = learner.logp(part, learner.kernels)
+            if len(part_rows):
+                weight_N = scale_BR[part_rows, : part.mask_BR.shape[1]][part.mask_BR]
+            else:
+                weight_N = torch.zeros_like(logp_N)  # only there for the exchange with other ranks
+            loss = -masked_sum(logp_N * weight_N, torch.ones_like(logp_N, dtype=torch.bool))
+            losses.append(loss.detach())
+            (loss * scale).backward()
+        ranks.sum_gradients(step.parameters.values())
+        return torch.stack(losses).sum()
+
+    step.run(backward)
+    return ranks.sum_of(float(torch.stack(losses).sum()))

@@ -1,5 +1,4 @@
-"""One step of RL, in five calls: collect, score, weigh, learn, publish; and ``go``, the loop of a run's steps, begun or
-gone on with where it was stopped. Read ``take_step`` first.
+"""One step of RL, in five calls: collect, score, weigh, learn, publish. Read ``take_step`` first.
 
     batch   = collect(step)     prompts -> completions -> rewards
     scored  = score(batch)      log-probs of the learner before its update, and of the reference
@@ -8,12 +7,11 @@ gone on with where it was stopped. Read ``take_step`` first.
     publish(...)                weights to the engine, metrics, completions, screen
 
 Probes observe between weighing and learning, and change no bit of what is learned. Then the step is settled: the guard
-may take the run back, or a checkpoint is due.
+may take the run back, or a checkpoint is due. The loop of them is ``session.go``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,21 +24,17 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.files import is_full
 from mantissa.mismatch.metrics import gap_metrics
 from mantissa.precision import masked_mean
-from mantissa.rl.collect.ahead import AsyncSource
-from mantissa.rl.collect.batch import Batch, Collector, SyncSource, success_rates
+from mantissa.rl.batch import Batch
+from mantissa.rl.config.sections import EvaluationConfig
 from mantissa.rl.experience import Experience, Scored, Weighed
-from mantissa.rl.learner import Update
-from mantissa.rl.objective import weigh
-from mantissa.rl.probes import SampleAgain
-from mantissa.rl.run import Run, hold_room, restore, save, warn
+from mantissa.rl.learner import Update, weigh
+from mantissa.rl.run import Run, hold_room, save, warn
 from mantissa.rl.score import OnTokenLogits
-from mantissa.rl.warm_start import warm_start
 from mantissa.runs.catalogue import undeclared
-from mantissa.training import load_checkpoint, saved_steps
 
 _SILENT = 3  # first steps without any advantage after which it is said
 Row = dict[str, Any]
-Evaluate = Callable[[Run, int], Row]
+Evaluate = Callable[[Run, EvaluationConfig, int], Row]
 
 
 def take_step(run: Run, step: int, *, learns: bool = True, evaluate: Evaluate | None = None) -> Row:
@@ -127,7 +121,7 @@ def publish(
     warn(run, step, row)
     if config.evaluation and (step % config.evaluation.every == 0 or last):
         with run.timed("eval"), run.source.engine(run.learner.weights, run.learner.version):
-            row |= evaluate(run, step)
+            row |= evaluate(run, config.evaluation, step)
     with run.timed("sync"):  # after the evaluation, which would wait for the batch that this begins
         run.source.hand_over(step, run.learner.weights, run.learner.version)
     row |= _clock(run, batch, update.trained_tokens)
@@ -144,10 +138,8 @@ def publish(
     return row
 
 
-def accuracy(run: Run, step: int) -> Row:
+def accuracy(run: Run, evaluation: EvaluationConfig, step: int) -> Row:
     """Of held-out problems, by the present policy: greedy, and sampled where the recipe asks."""
-    evaluation = run.config.evaluation
-    assert evaluation is not None
     problems = run.heldout[: evaluation.problems]
     seed, greedy = run.config.seed, replace(run.params, temperature=0.0)
     version = run.learner.version
@@ -232,13 +224,12 @@ def _silence(run: Run, step: int, row: dict[str, float]) -> int:
 
 def _clock(run: Run, batch: Batch, trained_tokens: int) -> dict[str, float]:
     """Where the step's time went; the clock starts anew."""
-    assert run.started is not None
     row = {f"time/{phase}": seconds for phase, seconds in run.seconds.items()}
     row["time/step"] = time.perf_counter() - run.started
     if batch.seconds:  # none where a resume read the batch from its checkpoint
         row["rate/rollout_tokens_per_s"] = batch.metrics["rollout/tokens"] / batch.seconds["rollout"]
     row["rate/learner_tokens_per_s"] = trained_tokens / run.seconds["update"]
-    run.seconds, run.started = {}, None
+    run.seconds, run.started = {}, 0.0
     return row
 
 
@@ -282,107 +273,3 @@ def _rollout_rows(batch: Batch, experience: Weighed) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def go(run: Run) -> bool:
-    """Run to the end: from the newest checkpoint, or from the beginning. False: the guard fell back on the way, and the
-    newest checkpoint is to be gone on from in another format."""
-    saved = run.ranks.broadcast(saved_steps(run.folder.checkpoints))  # rank 0 may be about to write one
-    step = 0
-    if saved:
-        step = restore(run, load_checkpoint(run.folder.checkpoints, saved[-1]))
-    else:
-        begin(run)
-        save(run, 0)
-    run.source = open_source(run)
-    run.source.start(step, run.learner.weights, run.learner.version, run.ahead)
-    hold_room(run, step)
-    try:
-        while step < run.config.steps and not run.fell_back:
-            try:
-                row = take_step(run, step + 1)
-            except SampleAgain:
-                run.source.again(run.position)
-            else:
-                step += 1
-                settle(run, step, row)
-    finally:
-        run.source.close()
-        run.room.release()
-    if run.fell_back:
-        return False
-    export(run)
-    return True
-
-
-def export(run: Run) -> None:
-    """Write the policy as it now is into the run's folder."""
-    weights = run.ranks.whole(run.learner.weights) if run.ranks.sharded else None
-    if run.ranks.rank0:
-        run.base.export()
-        run.parts.save(run.folder.policy_path, weights)
-
-
-def open_source(run: Run) -> SyncSource:
-    """Where batches come from, at the position after the last that was sampled."""
-    config, engine = run.config, run.sampler.engine
-    params = dataclasses.replace(run.params, most_probable=run.learner.most_probable)
-    collector = Collector(run.sampler, run.train, run.kept, config.rollout, params, config.seed)
-    collector.position = run.ahead[-1].position if run.ahead else run.position
-    if config.steps_behind == 0:
-        return SyncSource(collector, engine)
-    return AsyncSource(collector, engine, config.steps_behind, config.steps, run.parts.device)
-
-
-def begin(run: Run) -> None:
-    """The run's beginning, the warm start included."""
-    run.folder.rewind(0)
-    if run.guard is not None:
-        run.guard.restore(0, {}, [])
-    run.folder.truncate_warm_start(-1)
-    config = run.config
-    if config.warm_start is not None:
-
-        def report(row: dict[str, Any]) -> None:
-            run.folder.append_warm_start(row)
-            run.live.note(
-                f"warm start {row['step']:>4}   loss {row['warm_start/loss']:.3f}   "
-                f"accuracy {row['warm_start/accuracy']:.3f}"
-            )
-
-        warm = config.warm_start
-        run.live.note(
-            f"warm start: at most {warm.steps:,} supervised steps, until accuracy {warm.target_accuracy:g}; "
-            "warm_start.steps=N for fewer"
-        )
-        with run.base.warming():
-            warm_start(run.parts, warm, run.params, report, run.live.doing)
-    if run.ranks.rank0:
-        run.base.keep()
-    run.sampler.engine.sync(run.learner.weights, run.learner.version)
-    for term in run.learner.terms:
-        term.begin(run.learner.weights, run.learner.version)
-    run.kept = perfectible(run)
-
-
-def perfectible(run: Run) -> list[int]:
-    """Indices of the training problems to use: all, or those the policy solves sometimes."""
-    every = list(range(len(run.train)))
-    filter_ = run.config.perfectible
-    if filter_ is None:
-        return every
-    sampled = run.sampler.sample(
-        run.train, filter_.samples, run.params, run.learner.version, run.config.seed, "perfectible"
-    )
-    rates = success_rates(sampled, run.sampler.grade(sampled))
-    kept = [index for index in every if filter_.low <= rates[index] <= filter_.high]
-    run.live.note(
-        f"perfectible: kept {len(kept)} of {len(every)} prompts with success rate in "
-        f"[{filter_.low}, {filter_.high}] over {filter_.samples} samples (mean rate {sum(rates) / len(rates):.3f})"
-    )
-    if not kept:
-        raise MantissaError(
-            f"perfectible: no training prompt has a success rate in [{filter_.low}, {filter_.high}] "
-            f"(mean {sum(rates) / len(rates):.3f}); warm-start to another accuracy, or set perfectible=null"
-        )
-    return kept

@@ -31,13 +31,13 @@ from mantissa.base.seeds import stream_slice
 from mantissa.kernels.cpu import CpuProducts
 from mantissa.model import Decoder, base_parameters
 from mantissa.rl.assemble import Parts, assemble, most_tokens
-from mantissa.rl.collect.batch import Batch, Sample, SyncSource, sample_metrics
+from mantissa.rl.batch import Batch, Sample, SyncSource, sample_metrics
 from mantissa.rl.config.run import RunConfig
-from mantissa.rl.config.sections import RolloutConfig
+from mantissa.rl.config.sections import EvaluationConfig, RolloutConfig
 from mantissa.rl.config.waltz import feedback_config
 from mantissa.rl.run import Run, checkpoint_of, restore
-from mantissa.rl.session import KINDS, Kind, environment_of
-from mantissa.rl.step import Row, begin, export, take_step
+from mantissa.rl.session import KINDS, Kind, begin, environment_of, export
+from mantissa.rl.step import Row, take_step
 from mantissa.rollout import NativeEngine, RolloutEngine
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.live import Live, Trackers
@@ -126,10 +126,10 @@ class Dialogue:
         return next((verdict.error for verdict in self.verdicts if verdict.error is not None), None)
 
     @property
-    def flagged(self) -> bool:
-        """Whether the last feedback found fault."""
+    def fault(self) -> Feedback | None:
+        """The last feedback, where it found fault."""
         last = self.said[-1][1] if self.said else None
-        return last is not None and last.flags
+        return last if last is not None and last.flags else None
 
     def feedback(self) -> Iterator[tuple[Sample, Feedback | None, float, bool]]:
         """Each feedback with its R_dir, and whether both of its labels are right."""
@@ -212,13 +212,12 @@ class Game:
                 said = self.critic.sample(read, 1, hears, self.critic.engine.version, *seed, "feedback", turn)
             for dialogue, sample in zip(going, said, strict=True):
                 dialogue.said.append((sample, self.script.read(sample.text)))
-            going = [dialogue for dialogue in going if dialogue.flagged]
-            if not going:
+            found = [(dialogue, fault) for dialogue in going if (fault := dialogue.fault) is not None]
+            if not found:
                 break
-            for dialogue in going:
-                feedback = dialogue.said[-1][1]
-                assert feedback is not None
-                dialogue.asked = self.script.revised(dialogue.asked, dialogue.answers[-1].text, feedback.feedback)
+            for dialogue, fault in found:
+                dialogue.asked = self.script.revised(dialogue.asked, dialogue.answers[-1].text, fault.feedback)
+            going = [dialogue for dialogue, _ in found]
             with self._timed("rollout"):
                 asked = [dialogue.asked for dialogue in going]
                 again = self.talker.sample(asked, 1, talks, engine.version, *seed, "answer", turn)
@@ -344,9 +343,7 @@ class Waltz:
         learns = self.game.waltz.learns(run is self.conversation, step)
         take_step(run, step, learns=learns, evaluate=self._evaluate)
 
-    def _evaluate(self, run: Run, step: int) -> Row:
-        evaluation = run.config.evaluation
-        assert evaluation is not None
+    def _evaluate(self, run: Run, evaluation: EvaluationConfig, step: int) -> Row:
         return self.game.rates(step, evaluation.problems, evaluation.samples)
 
     def _begin(self) -> int:
@@ -357,8 +354,8 @@ class Waltz:
 
     def _save(self, step: int) -> None:
         answers, feedback = checkpoint_of(self.conversation, step), checkpoint_of(self.feedback, step)
-        assert answers is not None
-        assert feedback is not None
+        if answers is None or feedback is None:  # on another rank, which writes nothing
+            return
         theirs = {"policy": feedback.policy, "optimizer": feedback.optimizer, **feedback.more}
         more = answers.more | {_THEIRS + name: tensors for name, tensors in theirs.items()}
         state = {**answers.state, "feedback": feedback.state}

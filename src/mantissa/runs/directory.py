@@ -275,7 +275,7 @@ class RunDirectory:
             what = f"steps {kept[0]} to {kept[-1]} have them" if kept else "this run kept none"
             raise MantissaError(f"{path}: no rollouts of step {step}; {what}")
         with parquet.open_parquet(path, f"{path}: not a whole parquet file", _ROLLOUTS) as table:
-            if wrong := _unlike_rollouts(table.schema):
+            if wrong := _unlike_rollouts(table.columns, table.kinds):
                 raise MantissaError(f"{path}: {wrong}; delete it")
             rows: list[Row] = list(table.rows())
         for row in rows:
@@ -463,29 +463,35 @@ def planned_steps(config: dict[str, Any]) -> int | None:
     return found[0] if found else None
 
 
+_WHOLE, _REAL, _LOGPS = "int64", "double", "list<float>"
+# By column, as pyarrow names types: one row a completion; log-probs in nats, fp32, one a token.
+_ROLLOUT_COLUMNS = {
+    "step": _WHOLE, "problem_id": "string", "sample": _WHOLE, "prompt": "string", "completion": "string",
+    "answer": "string", "reward": _REAL, "correct": "bool", "error": "string", "finish_reason": "string",
+    "policy_version": _WHOLE, "length": _WHOLE, "advantage": _REAL, "tokens": "list<int64>", "rollout_logp": _LOGPS,
+    "learner_logp": _LOGPS,
+}  # fmt: skip
+
+
 def rollout_schema() -> pyarrow.Schema:
-    """The columns of ``rollouts/step-N.parquet``: one row a completion; log-probs in nats, fp32, one a token."""
+    """The columns of ``rollouts/step-N.parquet``."""
     import pyarrow as pa
 
-    text, whole, real = pa.string(), pa.int64(), pa.float64()
-    logps = pa.list_(pa.float32())
-    columns = {
-        "step": whole, "problem_id": text, "sample": whole, "prompt": text, "completion": text, "answer": text,
-        "reward": real, "correct": pa.bool_(), "error": text, "finish_reason": text, "policy_version": whole,
-        "length": whole, "advantage": real, "tokens": pa.list_(whole), "rollout_logp": logps, "learner_logp": logps,
-    }  # fmt: skip
-    return pa.schema(list(columns.items()))
+    def kind(name: str) -> Any:
+        return pa.list_(kind(name[5:-1])) if name.startswith("list<") else pa.type_for_alias(name)
+
+    return pa.schema([(column, kind(name)) for column, name in _ROLLOUT_COLUMNS.items()])
 
 
 _MAY_BE_EMPTY = {"answer", "error", "learner_logp", "rollout_logp", "advantage"}  # columns of the schema
 
 
-def _unlike_rollouts(schema: pyarrow.Schema) -> str:
-    """What of a table of completions is not as ``rollout_schema`` says; empty where all is."""
-    for field in rollout_schema():
-        found = schema.field(field.name).type if schema.names.count(field.name) == 1 else "no such column"
-        if found != field.type:
-            return f"column {field.name}: expected {field.type}, got {found}"
+def _unlike_rollouts(columns: Sequence[str], kinds: Sequence[str]) -> str:
+    """What of a table of completions is not as ``_ROLLOUT_COLUMNS`` says; empty where all is."""
+    for name, expected in _ROLLOUT_COLUMNS.items():
+        found = kinds[columns.index(name)] if columns.count(name) == 1 else "no such column"
+        if found != expected:
+            return f"column {name}: expected {expected}, got {found}"
     return ""
 
 

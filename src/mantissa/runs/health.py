@@ -24,6 +24,7 @@ _BRIEF = 0.1  # a metric out of its range for at most this share of the steps, a
 _LAST = 10  # steps at the end, at most, whose spread is said beside a mean
 _HARDLY_ANY = 0.02  # accuracy on the best step below which a run is said to have learned next to nothing
 _NOISE = 0.05  # by which a share may leave [0, 1] without anything to be said about it
+_SEARCH = ("precision/overflows", "precision/retries")  # how a loss scale that begins too high comes to fit
 _HEADLINE = {
     "healthy": "Healthy: every metric is in its range",
     "watch": "Watch: a metric left its range for a while, and is back",
@@ -91,12 +92,12 @@ def check(rows: Sequence[dict[str, Any]], expected: Usual) -> list[Excursion]:
     """Every declared metric that was out of its range or not finite on some step, serious ones first.
 
     ``expected``: what is usual for the gap. Serious: out on the last step that has it, or on more than a tenth of its
-    steps, or ever not finite.
+    steps, or ever not finite. Overflows count from the step on that has found a loss scale.
     """
-    excursions = []
+    excursions, searched = [], searching(rows)
     for name in BY_NAME:
-        metric = metric_of(name, expected)
-        points = [(row["step"], float(row[name])) for row in rows if isinstance(row.get(name), int | float)]
+        metric, seen = metric_of(name, expected), rows[searched if name in _SEARCH else 0 :]
+        points = [(row["step"], float(row[name])) for row in seen if isinstance(row.get(name), int | float)]
         out = [(step, value, far) for step, value in points if (far := outside(value, *metric.healthy)) > 0]
         if not out:
             continue
@@ -107,6 +108,25 @@ def check(rows: Sequence[dict[str, Any]], expected: Usual) -> list[Excursion]:
     return sorted(excursions, key=lambda f: (not f.serious, f.metric.name))
 
 
+def searching(rows: Sequence[dict[str, Any]]) -> int:
+    """With how many steps a run began that overflowed, were retried and lost no batch: its first loss scale was too
+    high."""
+    for count, row in enumerate(rows):
+        if not row.get("precision/overflows") or row.get("precision/skipped"):
+            return 0 if row.get("precision/skipped") else count
+    return 0  # one that never came to fit is no search
+
+
+def _found(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """What is to be said where a loss scale was searched for."""
+    if not (steps := searching(rows)):
+        return ()
+    overflows = int(sum(row["precision/overflows"] for row in rows[:steps]))
+    where = "in the first step" if steps == 1 else f"in the first {steps} steps"
+    times = "1 overflow" if overflows == 1 else f"{overflows} overflows"
+    return (f"The first loss scale was too high: {times} {where}, retried without a lost batch.",)
+
+
 def judge(rows: Sequence[dict[str, Any]], excursions: Sequence[Excursion], environment: Mapping[str, Any]) -> Judgement:
     """``healthy`` without excursions, ``watch`` when all were brief and are over, ``unhealthy`` otherwise; and so is a
     run on which every advantage was 0, whatever they say. The headline has the mean reward's way.
@@ -114,13 +134,13 @@ def judge(rows: Sequence[dict[str, Any]], excursions: Sequence[Excursion], envir
     ``environment``: the run's; what was correct is said where it records that a verifier decides (``verdicts``).
     """
     kind: Health = "unhealthy" if any(f.serious for f in excursions) else "watch" if excursions else "healthy"
-    correct = _correct(rows) if decides(environment) else ()
+    remarks = (*(_correct(rows) if decides(environment) else ()), *_found(rows))
     advantages = series(rows, "advantage/abs_max")[1]
     if advantages.size and not advantages.any():
         remark = "Within each group all rewards were equal, on every step: there was nothing to learn from."
-        return Judgement("unhealthy", "Not learning: every advantage was 0", (*correct, remark))
+        return Judgement("unhealthy", "Not learning: every advantage was 0", (*remarks, remark))
     way = reward_way(rows)
-    return Judgement(kind, f"{_HEADLINE[kind]}; {way}" if way else _HEADLINE[kind], correct)
+    return Judgement(kind, f"{_HEADLINE[kind]}; {way}" if way else _HEADLINE[kind], remarks)
 
 
 def decides(environment: Mapping[str, Any]) -> bool:

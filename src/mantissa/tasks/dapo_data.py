@@ -19,9 +19,9 @@ from typing import Any
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import atomic_file
+from mantissa.tasks import Grader
 from mantissa.tasks.datasets import BadRow, Row, read_rows
 from mantissa.tasks.rewards import normalize_answer, verifier_named
-from mantissa.tasks.sandbox.pool import Grader
 from mantissa.tasks.types import Message, Problem, Prompt, as_prompt, prompt_text, shortened, with_place
 
 DAPO_TEMPLATE = (

@@ -61,6 +61,7 @@ _ANSWERS = ("answer", "ground_truth", "solution")
 _COLUMNS = (*_PROMPTS, *_ANSWERS, "label", "reward_model", "data_source", "ability", "extra_info")
 _SHAREGPT = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
 _LONGEST_PLAIN_SOLUTION = 100  # characters of a solution without a box, which is then the answer itself
+_ROLES = get_args(Role)
 _FORMATS = "a .jsonl, .json or .parquet file"
 _LIMITS = ROW._replace(rows=100_000_000)
 
@@ -352,8 +353,8 @@ def _message(raw: Any, column: str) -> Message:
         raise _UnreadableError(
             f"a message of '{column}' is {_describe(raw)}: expected an object with 'role' and 'content'"
         )
-    if raw.get("role") not in get_args(Role):
-        expected = f"expected one of {', '.join(get_args(Role))}"
+    if raw.get("role") not in _ROLES:
+        expected = f"expected one of {', '.join(_ROLES)}"
         raise _UnreadableError(f"a message's role is {_describe(raw.get('role'))}: {expected}")
     return Message(raw["role"], _text(raw.get("content"), "content"))
 

@@ -145,6 +145,13 @@ class Verifier(ABC):
     def __call__(self, problem: Problem, completion: str) -> Reward:
         """Grade ``completion``, the text that the policy wrote after the prompt."""
 
+    def tried(self, problem: Problem, completion: str) -> Reward | str:
+        """The reward of a sample, or in a line why there is none."""
+        try:
+            return self.checked(self(problem, completion))
+        except BaseException as error:  # noqa: BLE001 - foreign code: even SystemExit costs this sample only
+            return describe(error)
+
     def judged(self, correct: bool) -> Reward:
         """The reward of a plain right-or-wrong verdict."""
         return Reward(self.high if correct else self.low, correct)

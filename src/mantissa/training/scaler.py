@@ -241,7 +241,7 @@ class AutoScaler(LossScaler):
     this one's is ``rate``, and its scale is accordingly lower or higher. Where gradients shrink, or start far below
     the range, the dynamic rule has not found the overflows yet: it skips less and flushes many times more. Unannounced
     spikes are skipped above the rate (10 in 10^4 steps that had 33 of 3 to 8 bits, a rate of 1/1000). Measured case by
-    case in benchmarks/auto_scale.py: lower on both counts is the exception, one of the two the rule.
+    case in benchmarks/run.py auto_scale: lower on both counts is the exception, one of the two the rule.
 
     Sources: the tail model is Hill's (Annals of Statistics 3, 1975) with Weissman's quantile (JASA 73, 1978).
     """

@@ -12,7 +12,7 @@ or ``actor.strategy=mantissa rollout.name=mantissa``, whose log-probs are equal.
 | ``plugin`` | what ``model.external_lib`` imports: it registers the engines |
 | ``fsdp`` | ``strategy=mantissa_fsdp2``: verl's own FSDP2 engine; and, on a CPU, verl's ``fsdp2`` itself |
 | ``engine`` | ``actor.strategy=mantissa``: Mantissa's own learner; with |
-| | its keys and learning rates (``engine_options``), refusals, rows (``batch``), ``checkpoint`` |
+| | its keys and learning rates (``options``), refusals, rows (``batch``), ``checkpoint`` |
 | ``rollout`` | ``rollout.name=mantissa``: the native engine as verl's server; with the server itself (``serving``), |
 | | the key of each request's draws, and what travels beside the weights (``wire``); and |
 | | ``rollout.checkpoint_engine.backend=mantissa_ray``: weights to standalone servers by Ray alone |

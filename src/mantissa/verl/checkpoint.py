@@ -26,7 +26,7 @@ from mantissa.base.files import remove
 from mantissa.base.ranks import Ranks
 from mantissa.model import Decoder, load_tokenizer, save_model
 from mantissa.precision import PrecisionPolicy
-from mantissa.rl.terms.flow import Flow
+from mantissa.rl.terms.small import Flow
 from mantissa.rollout.transformers import TransformersPolicy, save_transformers
 from mantissa.training import Checkpoint, OptimizerStep, load_checkpoint, load_weights, save_checkpoint
 from mantissa.verl.refusals import get

@@ -43,24 +43,23 @@ from mantissa.base.ranks import Ranks, be_deterministic
 from mantissa.kernels import ExactPlan, Kernels, NativeKernels, ResolvedPrecision, learner_kernels, resolve
 from mantissa.model import Decoder, load_model, policy_weights
 from mantissa.model.decoder import place
-from mantissa.rl.adapters import load_any, refused_by_ours
+from mantissa.rl.assemble import exact_plan, prove
 from mantissa.rl.config.sections import LossScalingConfig
-from mantissa.rl.exact.plan import exact_plan, prove
+from mantissa.rl.engines import as_policy, on_grid
+from mantissa.rl.policy import load_any, refused_by_ours
 from mantissa.rl.score import Entropies, Forward, forward
-from mantissa.rl.terms.flow import Flow
-from mantissa.rl.transformers import as_policy, on_grid
+from mantissa.rl.terms.small import Flow
 from mantissa.rollout.transformers import TransformersPolicy, place_transformers, positions_of
 from mantissa.training import Backward, OptimizerStep, adamw, master_weights, where_nonfinite
 from mantissa.verl.batch import Rows, by_temperature
 from mantissa.verl.checkpoint import Checkpoints
-from mantissa.verl.engine_options import EngineOptions, Schedule
 from mantissa.verl.flowrl import FlowRL
+from mantissa.verl.options import EngineOptions, Schedule
 from mantissa.verl.refusals import (
     get,
     of_batch,
     of_checkpoint,
     of_engine,
-    of_family,
     of_model,
     of_optimizer,
     of_section,
@@ -168,7 +167,7 @@ class MantissaEngine(BaseEngine):
 
     def _by_transformers(self, folder: Path, refused: str) -> Setup:
         """The model by transformers' own code, adopted where kernels are exact. ``refused``: why not by our decoder."""
-        refuse(_CALLED, of_family(self.policy, self.options, refused))
+        refuse(_CALLED, self.options.by_transformers(self.policy, refused))
         model = load_any(folder, refused)
         length = min(self.options.length or _LENGTH, positions_of(model))
 
@@ -213,7 +212,7 @@ class MantissaEngine(BaseEngine):
         masters = master_weights(self.options.masters, parameters, self.kernels.format, seed)
         watched: nn.Module = self.module
         if self.options.flowrl is not None:
-            assert isinstance(self.module, Decoder)  # ``of_family``'s
+            assert isinstance(self.module, Decoder)  # ``by_transformers`` refuses others
             self.flowrl = _Head(self.options.flowrl, self.module.config.hidden_size, seed, self.device)
             self.flowrl.join(optimizer, optim.lr)
             parameters |= self.flowrl.parameters

@@ -38,7 +38,7 @@ from mantissa.base.ranks import Ranks
 from mantissa.base.readers.safetensors import read_tensors
 from mantissa.base.seeds import derive_seed
 from mantissa.base.tensors import write_tensors
-from mantissa.rl.terms.flow import Flow
+from mantissa.rl.terms.small import Flow
 
 HEAD = "partition.safetensors"  # in the actor's folder of a checkpoint
 

@@ -37,9 +37,9 @@ from mantissa.base.errors import MantissaError, say
 from mantissa.base.files import write_atomically
 from mantissa.base.readers.json import read_json
 from mantissa.doctor.diagnosis import Diagnosis, Verdict
+from mantissa.doctor.dump import routes
 from mantissa.doctor.gate import Gate
 from mantissa.doctor.record import ScoredBatch, write_batch
-from mantissa.doctor.routers import routes
 from mantissa.verl.refusals import get
 from mantissa.verl.sync import SyncGate
 
@@ -250,7 +250,7 @@ def _formats(section: Any) -> dict[str, str]:
     mixed = get(engine, "mixed_precision") or {}
     learner, rollout = get(mixed, "param_dtype") or get(engine, "dtype", "bfloat16"), section.rollout.dtype
     if section.actor.strategy == "mantissa":
-        from mantissa.verl.engine_options import EngineOptions
+        from mantissa.verl.options import EngineOptions
 
         policy = EngineOptions.of(mixed).policy(str(engine.dtype))
         learner, rollout = policy.train, policy.rollout if section.rollout.name == "mantissa" else rollout

@@ -12,15 +12,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mantissa.base.config import Refusals
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.yaml import read_shipped
-
-if TYPE_CHECKING:  # these import torch, without which a script is judged that asks for nothing of ours
-    from mantissa.precision import PrecisionPolicy
-    from mantissa.verl.engine_options import EngineOptions
 
 _ROOT = "actor_rollout_ref."
 _UNDER_ROOT = ("actor.", "ref.", "model.", "rollout.")
@@ -152,8 +148,11 @@ def refused(value: Value) -> Iterator[Refused]:
 
 def _other_formats(role: str, value: Value) -> Iterator[Refused]:
     """verl's keys of a format that name another than what runs, where the options of a role's engine decide."""
+    from mantissa.verl.options import EngineOptions  # needs torch, and most scripts ask for nothing of ours
+
     try:
-        policy = _options(value, role).policy(value(f"{role}.fsdp_config.dtype") or _VERL_S)
+        options = EngineOptions.of(value(f"{role}.fsdp_config.mixed_precision"), learns=role == "actor")
+        policy = options.policy(value(f"{role}.fsdp_config.dtype") or _VERL_S)
     except MantissaError:  # a mistake in the options, which is said for itself
         return
     by, precision = f"{role}.strategy=mantissa", f"{role}.fsdp_config.mixed_precision.precision"
@@ -181,12 +180,6 @@ def _without_head(value: Value) -> Iterator[Refused]:
     if there and loss != "flowrl":
         said = f"expected flowrl, as {head} is set: set it to flowrl, or leave that out"
         yield Refused("actor.policy_loss.loss_mode", loss, f"actor.strategy={engine}", said)
-
-
-def _options(value: Value, role: str) -> EngineOptions:
-    from mantissa.verl.engine_options import EngineOptions
-
-    return EngineOptions.of(value(f"{role}.fsdp_config.mixed_precision"), learns=role == "actor")
 
 
 def _overridden(section: Any) -> Iterator[tuple[str, str, str]]:
@@ -219,7 +212,9 @@ def before_workers(config: Any) -> None:
     for role in ("actor", "ref"):
         engine = _word(value(f"{role}.strategy"))
         if engine == "mantissa":
-            _options(value, role)
+            from mantissa.verl.options import EngineOptions
+
+            EngineOptions.of(value(f"{role}.fsdp_config.mixed_precision"), learns=role == "actor")
         elif engine == "mantissa_fsdp2":
             from mantissa.verl.options import fsdp2_options
 
@@ -267,21 +262,6 @@ def of_model(model: Any) -> Refusals:
     yield vision, f"{_MODEL}.path: a multimodal model ({' and '.join(vision)}) is not supported"
     for key, given, said in _overridden(get(model, "override_config")):
         yield True, f"{_full(key)}={given}: {said}"
-
-
-def of_family(policy: PrecisionPolicy, options: EngineOptions, why: str) -> Refusals:
-    """Of a model that runs by transformers' own code. ``why``: what our decoder does not know of it."""
-    from mantissa.verl.engine_options import WHERE
-
-    given, own = f"{WHERE}.precision", f"the model runs by transformers' own code ({why})"
-    yield options.flowrl is not None, f"{WHERE}.flowrl: {own}, whose hidden states are not told; leave it out"
-    yield policy.logits != "fp32", f"{given}.logits={policy.logits}: {own}, its head too; leave it out"
-    yield policy.kv_cache is not None, f"{given}.kv_cache={policy.kv_cache}: {own}, its cache too; leave it out"
-    yield policy.backend != "auto", f"{given}.backend={policy.backend}: {own}; leave it out"
-    yield (
-        options.rows is not None,
-        f"{WHERE}.rows={options.rows}: {own}, whose products are proven for any number; leave it out",
-    )
 
 
 def of_engine(engine: Any, ranks: int) -> Refusals:

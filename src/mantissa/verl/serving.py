@@ -28,12 +28,12 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.hub import find_model
 from mantissa.base.ranks import be_deterministic
 from mantissa.base.seeds import derive_seed
-from mantissa.kernels import ResolvedPrecision, probe, resolve, rollout_kernels
+from mantissa.kernels import ResolvedPrecision, ResolvedRole, probe, resolve, rollout_kernels
 from mantissa.model import Tokenizer, load_tokenizer
 from mantissa.model.config import ModelConfig, read_config
-from mantissa.precision import PrecisionPolicy
-from mantissa.rl.adapters import load_any, refused_by_ours
-from mantissa.rl.transformers import as_policy, on_grid
+from mantissa.precision import E4M3, SQUARE, Fp8Policy, PrecisionPolicy, Quantized, dequantize, quantize
+from mantissa.rl.engines import as_policy, on_grid
+from mantissa.rl.policy import load_any, refused_by_ours
 from mantissa.rollout import NativeEngine
 from mantissa.rollout.sampling import Completion, Request, SamplingParams
 from mantissa.rollout.transformers import PolicyEngine, any_config
@@ -116,12 +116,16 @@ class Answer:
     step: int | None
 
 
-def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 values that lie on a half's grid as that half: simulated formats are kept so."""
+def _stored(name: str, x: Tensor, dtype: torch.dtype, fp8: Fp8Policy | None) -> dict[str, Tensor]:
+    """One tensor as its format stores it: simulated formats are kept as fp32 values that lie on their grid."""
     if x.dtype is not torch.float32 or dtype not in (torch.bfloat16, torch.float16):
-        return x
+        return {name: x}
+    if fp8 is not None and x.ndim == 2:  # codes and scales of values that were made of some are those
+        made = quantize(x, E4M3, SQUARE, fp8.scale == "power_of_two", name)
+        if torch.equal(dequantize(made, SQUARE), x):
+            return {name: made.codes, f"{name}_scale_inv": made.scales}
     half = x.to(dtype)
-    return half if torch.equal(half.float(), x) else x
+    return {name: half if torch.equal(half.float(), x) else x}
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,7 @@ class Serving:
         self._twice: set[str] = set()  # names that verl's own engines send beside another of the same tensor's
         self._setup: Setup | None = None
         self._engine: NativeEngine | PolicyEngine | None = None
+        self._role: ResolvedRole | None = None  # the engine's
         self._version = -1
         self._waiting: list[_Waiting] = []
         self._turns: asyncio.Task[None] | None = None
@@ -166,13 +171,22 @@ class Serving:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """What is sampled with, by name, in the rollout's format; codes beside their scales (``NAME_scale_inv``)."""
+        """What is sampled with, by name, in the rollout's format; codes beside their scales (``NAME_scale_inv``).
+
+        ``MantissaError``: the rollout's format has other codes than fp8's.
+        """
         if self._engine is None:
             return {}
-        found, dtype = self._engine.weights, self._engine.format.dtype
-        named = {f"{name.removesuffix('.scales')}_scale_inv" if name.endswith(".scales") else name: each
-                 for name, each in found.items()}  # fmt: skip
-        return {name: _narrowed(each, dtype) for name, each in named.items()}
+        fp8 = self._role.fp8 if self._role is not None else None
+        if isinstance(fp8, Quantized):
+            raise MantissaError(f"the rollout's weights are codes of {fp8}, and of codes only fp8's are read")
+        found: dict[str, Tensor] = {}
+        for name, each in self._engine.weights.items():
+            if name.endswith(".scales"):
+                found[f"{name.removesuffix('.scales')}_scale_inv"] = each
+            else:
+                found |= _stored(name, each, self._engine.format.dtype, fp8)
+        return found
 
     def _load(self, setup: Setup, weights: Mapping[str, Tensor]) -> None:
         if self._setup != setup or self._engine is None:
@@ -197,6 +211,7 @@ class Serving:
 
     def _native(self, setup: Setup, precision: ResolvedPrecision) -> NativeEngine:
         assert isinstance(self.config, ModelConfig)
+        self._role = precision.rollout
         kernels = rollout_kernels(precision, setup.plan)
         if self._setup != setup:  # proven here: this may be another machine than the learner's
             self.evidence = probe(kernels, self.device)
@@ -216,7 +231,7 @@ class Serving:
         """By transformers' own code, adopted as the learner's model is; compared here anew."""
         wanted, model = PrecisionPolicy.parse(setup.policy), load_any(self.folder, self.refused).requires_grad_(False)
         policy, precision = as_policy(wanted, model, self.device, setup.length, setup.plans)
-        rollout = precision.rollout
+        self._role = rollout = precision.rollout
         engine = PolicyEngine(policy, rollout, self.limits.slots, self.tokenizer.decode, alone=True)
         self.evidence = (
             on_grid("rollout", engine.model, rollout.active, self.device)

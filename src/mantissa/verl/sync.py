@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from mantissa.base.digest import Digest, digest, partial
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.safetensors import read_tensors
+from mantissa.base.tensors import Digest, digest, partial
 from mantissa.doctor.held import held
 from mantissa.doctor.sync import Seen, SyncProof, source_of, verdict, wanted, with_scales
 from mantissa.doctor.weights import Outcome, compare, plain_name
@@ -137,8 +137,8 @@ def _asked(server: Any, *names: str) -> Any:
     """A server's digests, or its tensors of these names: by verl's way to vLLM's workers, or in its own process."""
     if not hasattr(server, "collective_rpc"):
         found = _got(server.__ray_call__.remote(_held_by, list(names)))
-        if found is None:
-            raise _UnreadError("this rollout's servers hold no model that is known here")
+        if found is None or isinstance(found, str):
+            raise _UnreadError(found or "this rollout's servers hold no model that is known here")
         return found
     if not names:
         return _of_one_worker(_got(server.collective_rpc.remote("mantissa_weights")))
@@ -171,11 +171,15 @@ def _taken_file(actor: Any, path: str) -> dict[str, Tensor]:
         shutil.rmtree(Path(path).parent)
 
 
-def _held_by(actor: Any, names: list[str]) -> dict[str, Any] | None:
-    """In a server's process: digests of all its tensors, or the tensors of these names. None: it holds no model."""
+def _held_by(actor: Any, names: list[str]) -> dict[str, Any] | str | None:
+    """In a server's process: digests of all its tensors, or the tensors of these names; why there are none. None: it
+    holds no model."""
     serving, model = getattr(actor, "serving", None), getattr(actor, "model", None)
     if serving is not None:
-        tensors: Mapping[str, Tensor] = serving.weights
+        try:
+            tensors: Mapping[str, Tensor] = serving.weights
+        except MantissaError as error:
+            return str(error)
     elif isinstance(model, nn.Module):
         tensors = model.state_dict()
     else:

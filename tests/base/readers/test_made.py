@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from hostile import attempt
+from mantissa.base.errors import MantissaError
 from mantissa.base.readers import parquet, readers
 
 _LONG = "x" * 6_000_000
@@ -38,10 +40,11 @@ def _database(script: str, rows: int, after: str = "") -> Callable[[Path], None]
 
 
 BOMBS: dict[str, tuple[str, Callable[[Path], None], str]] = {
-    "texts in columns": ("parquet", _written(**{f"c{n}": _repeated(_LONG, 256) for n in range(4)}), "more memory"),
+    "texts in columns": (
+        "parquet", _written(**{f"c{n}": _repeated(_LONG, 256) for n in range(4)}), "used more than 1.5 GiB"),
     "a list of texts": (
         "parquet", _written(c=pa.ListArray.from_arrays(pa.array([0, 500], pa.int32()), _repeated(_LONG, 500))),
-        "more memory",
+        "used more than 1.5 GiB",
     ),
     "many rows": ("parquet", _written(c=_repeated("y" * 100_000, 8_000)), "bytes in memory"),
     "a computed column": (
@@ -64,6 +67,24 @@ def test_what_a_file_makes_is_bounded(name: str, tmp_path: Path) -> None:
     assert said in str(error)
     assert _peak() - before < (1 << 30) + (256 << 20)
     assert time.process_time() - began < 20
+
+
+def test_the_bound_holds_in_another_thread_and_takes_nothing_of_this_process(tmp_path: Path) -> None:
+    kind, write, said = BOMBS["texts in columns"]
+    write(path := tmp_path / "file")
+    before, told = _peak(reset=True), list[str]()
+
+    def read() -> None:
+        try:
+            readers()[kind](path)
+        except MantissaError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    assert said in told[0]
+    assert _peak() - before < 64 << 20
 
 
 def _peak(reset: bool = False) -> int:

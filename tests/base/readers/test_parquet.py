@@ -1,33 +1,75 @@
-"""The footer's count of values, against pyarrow's own on files that are whole."""
+"""Rows that a process of their own reads, against pyarrow's; damage of what is sealed; what ends pyarrow."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import decimal
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from mantissa.base.errors import MantissaError
-from mantissa.base.readers.parquet import read_rows, values_in, write_sealed
+from mantissa.base.readers import child
+from mantissa.base.readers.parquet import read_rows, write_sealed
+
+ODD: dict[str, list[Any]] = {
+    "blob": [b"\0\xff", None, b""],
+    "when": [datetime.datetime(2026, 1, 2, 3, 4, 5, 678), None, datetime.datetime(1, 1, 1)],
+    "zoned": [datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC), None, None],
+    "day": [datetime.date(2026, 1, 2), None, datetime.date(1, 1, 1)],
+    "hour": [datetime.time(1, 2, 3, 4), None, datetime.time()],
+    "long": [datetime.timedelta(-1, 5, 7), None, datetime.timedelta()],
+    "price": [decimal.Decimal("1.50"), None, decimal.Decimal("-0.01")],
+    "inner": [{"a": [b"x"], "b": {"c": datetime.date(2026, 1, 2)}}, None, {"a": [], "b": None}],
+}
 
 
-@pytest.mark.parametrize("rows", [0, 1, 20, 3000])
-@pytest.mark.parametrize("version", ["1.0", "2.6"])
-def test_as_many_values_as_pyarrow_says(rows: int, version: str, tmp_path: Path) -> None:
-    table = pyarrow.Table.from_pylist(
-        [{"id": i, "text": f"p{i}", "tokens": list(range(i % 7)), "deep": {"a": [[1.5], [i]]}} for i in range(rows)],
-        schema=pyarrow.schema(
-            {"id": pyarrow.int64(), "text": pyarrow.string(), "tokens": pyarrow.list_(pyarrow.int64()),
-             "deep": pyarrow.struct({"a": pyarrow.list_(pyarrow.list_(pyarrow.float64()))})}
-        ),
-    )  # fmt: skip
+@pytest.mark.parametrize("columns", [["id", "text", "tokens", "deep", "real", "half"], [*ODD], ["\0kind", "real"]])
+def test_rows_of_the_process_that_reads_are_pyarrow_s(
+    columns: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit, whatever a column may hold; read there and here."""
+    plain = {"id": [2**63 - 1, -(2**63), 0], "text": ["é\u2028\0", "", None], "tokens": [[1, 2], [], None],
+             "deep": [{"a": [[1.5], [None]]}, None, {"a": None}], "real": [1e-45, -0.0, 0.1 + 0.2],
+             "\0kind": [["dict", "x"], [], ["bytes", "00"]],
+             "half": pyarrow.array(np.array([0.5, 1.25, -2.0], np.float16))}  # fmt: skip
+    table = pyarrow.table({name: (plain | ODD)[name] for name in columns})
     path = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(table, path, version=version, row_group_size=1000, compression="zstd")
-    about = pyarrow.parquet.read_metadata(path)
-    groups = [about.row_group(number) for number in range(about.num_row_groups)]
-    assert values_in(path) == sum(group.column(c).num_values for group in groups for c in range(about.num_columns))
+    pyarrow.parquet.write_table(table, path)
+    expected = pyarrow.parquet.read_table(path).to_pylist()
+    apart = list(read_rows(path))
+    assert apart == expected
+    assert [repr(row.get("real")) for row in apart] == [repr(row.get("real")) for row in expected]
+    monkeypatch.setattr(child, "inside", True)
+    assert list(read_rows(path)) == expected
+
+
+def test_a_file_may_say_what_the_process_says_of_values(tmp_path: Path) -> None:
+    """An object of the file's, with the key that marks what JSON has no value for."""
+    rows = [{"a": {"\0kind": ["decimal", "1"], "b": 1}, "c": b"x"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
+    assert list(read_rows(tmp_path / "x.parquet")) == rows
+
+
+def test_several_files_at_once_are_read_by_as_many_processes(tmp_path: Path) -> None:
+    for name in "ab":
+        pyarrow.parquet.write_table(pyarrow.table({name: list(range(1000))}), tmp_path / name)
+    both = list(zip(read_rows(tmp_path / "a"), read_rows(tmp_path / "b"), strict=True))
+    assert both == [({"a": n}, {"b": n}) for n in range(1000)]
+
+
+def test_a_file_that_is_left_half_read_costs_the_next_nothing(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"a": list(range(5000))}), tmp_path / "a")
+    for _ in range(2):
+        rows = read_rows(tmp_path / "a")
+        assert next(rows) == {"a": 0}
+        rows.close()  # type: ignore[attr-defined]
+    assert sum(1 for _ in read_rows(tmp_path / "a")) == 5000
 
 
 def test_a_column_without_its_metadata_is_an_error_where_pyarrow_ends_the_process(tmp_path: Path) -> None:

@@ -17,10 +17,9 @@ from html_page import Page
 from mantissa.base.errors import MantissaError
 from mantissa.genesis.evolution import Archive, Candidate, Evolution, EvolutionConfig, Task, parent_weights, shipped
 from mantissa.genesis.evolution.archive import best_of, draw_parent, partner_of
-from mantissa.genesis.evolution.compare import compare_rankings, curve
+from mantissa.genesis.evolution.compare import compare_rankings, configured, curve, profiles
 from mantissa.genesis.evolution.edits import normal
 from mantissa.genesis.evolution.page import predicted, write_comparison, write_page
-from mantissa.genesis.evolution.profiles import configured, profiles
 from mantissa.genesis.evolution.proposers import Proposal, ProposalRequest
 
 QUICK: dict[str, Any] = {

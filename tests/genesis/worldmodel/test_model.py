@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.base.errors import MantissaError
 from mantissa.genesis.worldmodel import HistoryRow, SQLiteBuffer, Trajectory, WorldModel, cross_validate
-from mantissa.genesis.worldmodel.encoding import encode_state, encode_text
 from mantissa.genesis.worldmodel.model import by_task, loss_of
+from mantissa.genesis.worldmodel.trajectory import encode_state, encode_text
 from mantissa.guard import GuardConfig
 from trajectories import BAD, GOOD, planted
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from mantissa.algorithms import advantage, aggregation_scale, correction, gae, kl_loss, value_loss, values
 from mantissa.launch import Plan
 from mantissa.rl import RunConfig
-from mantissa.rl.collect.batch import overlong_penalty
+from mantissa.rl.batch import overlong_penalty
 
 pytestmark = pytest.mark.verl
 GROUPS = (0, 0, 0, 1, 1, 1, 2, 2)

@@ -11,11 +11,12 @@ import pytest
 import torch
 import yaml
 
-from mantissa.algorithms import AlgorithmConfig, GSPOConfig
+from mantissa.algorithms import GSPOConfig
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.yaml import Limits, parse_yaml
 from mantissa.rl import RunConfig, resumed_config
 from mantissa.rl.config.run import apply_overrides, load_recipe, make_config
+from mantissa.rl.config.sections import AlgorithmConfig
 from mantissa.rl.session import joined
 from mantissa.runs.directory import RunDirectory
 

@@ -19,8 +19,9 @@ from mantissa.base.errors import MantissaError
 from mantissa.kernels import resolve, rollout_kernels
 from mantissa.precision import PrecisionPolicy
 from mantissa.rl import make_config
-from mantissa.rl.assemble import load_policy, vllm_start
 from mantissa.rl.config.run import apply_overrides
+from mantissa.rl.engines import vllm_start
+from mantissa.rl.policy import load_policy
 from mantissa.rl.session import start
 from mantissa.rollout import Request, SamplingParams, VllmEngine
 from mantissa.runs.directory import RunDirectory

@@ -4,19 +4,13 @@ from typing import Annotated, get_args
 
 from pydantic import Field
 
-from mantissa.algorithms.losses.base import Loss, OfTeacher, Selecting
-from mantissa.algorithms.losses.cispo import CISPOConfig
+from mantissa.algorithms.losses.base import Loss, OfTeacher, PPOClipConfig, Selecting
+from mantissa.algorithms.losses.clipped import CISPOConfig, DAPOConfig, DPPOConfig, GMPOConfig, GSPOConfig, SAPOConfig
 from mantissa.algorithms.losses.covariance import ClipCovConfig, KLCovConfig
 from mantissa.algorithms.losses.custom import CustomLossConfig
-from mantissa.algorithms.losses.dapo import DAPOConfig
-from mantissa.algorithms.losses.dppo import DPPOConfig
 from mantissa.algorithms.losses.flowrl import FlowRLConfig, PartitionSettings
-from mantissa.algorithms.losses.gmpo import GMPOConfig
-from mantissa.algorithms.losses.gspo import GSPOConfig
-from mantissa.algorithms.losses.ppo_clip import PPOClipConfig
 from mantissa.algorithms.losses.reinforce import ReinforceConfig
 from mantissa.algorithms.losses.reverse_kl import ReverseKLConfig, reverse_kl
-from mantissa.algorithms.losses.sapo import SAPOConfig
 
 # The registry. A new loss is a file here, its class in this line, and an oracle in tests/algorithms.
 LossConfig = Annotated[

@@ -5,18 +5,24 @@
 | YAML | ``yaml`` | characters, brackets, values with every alias written out |
 | TOML | ``toml`` | bytes, parts of a key, levels, values |
 | JSON, a document or rows | ``json`` | bytes, levels, values, digits; text that UTF-8 cannot hold |
-| pickles of tensors | ``pickles`` | names, bytes, operations, values with every reference written out |
+| pickles of tensors | ``pickles`` | apart; names, bytes, operations, values with every reference written out |
 | NumPy's archives | ``npz`` | as zip's; numbers alone |
 | zip | ``zips`` | bytes, entries; no compression |
 | torch.save's files | ``torch_files`` | the same, and torch's own list of names |
 | tables of text | ``csv`` | bytes, columns, rows, cells |
 | event files of TensorBoard | ``events`` | bytes of a file and of a record, scalars |
 | safetensors | ``safetensors`` | bytes of the header, tensors |
-| parquet | ``parquet`` | rows, values; bytes as they are unpacked, drawn |
+| parquet | ``parquet`` | apart; rows, values; bytes as they are unpacked, drawn |
+| chat templates | ``templates`` | apart; two seconds, characters of a prompt |
 | SQLite | ``sqlite`` | bytes of a value; seconds and bytes of rows, drawn; no views, triggers, virtual tables |
 | tokenizers | ``tokenizers`` | bytes, added tokens, and how much longer a text may become |
 
-Files and their bytes are drawn from the command's budget (``mantissa.base.budget``), and so is what is said so above.
+Files and their bytes are drawn from the command's budget (``mantissa.base.bounds``), and so is what is said so above.
+Apart: in a process of its own, with an address space, processor seconds and no way out but a pipe
+(``child.py``), for there a library makes things that nobody can count meanwhile. What is at work here has
+bounds of its own kind: weights are mapped, or read tensor by tensor against what the machine has left; a tokenizer is
+in every step's loop, and has its growth, its tokens and seconds bounded; a database that a command works in has
+SQLite's own limit of memory and a budget for each statement.
 GGUF's is ``mantissa.model.gguf``: it knows the models that may be in it.
 """
 

@@ -7,10 +7,8 @@ import io
 from collections.abc import Iterator
 from pathlib import Path
 
-from mantissa.base.bounds import boundary
-from mantissa.base.budget import require_size
+from mantissa.base.bounds import Limits, boundary, require_size
 from mantissa.base.errors import MantissaError
-from mantissa.base.readers.limits import Limits
 
 TABLE = Limits(1 << 30, 1, 20_000_000)
 _MOST_COLUMNS = 20_000

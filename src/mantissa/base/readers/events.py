@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from mantissa.base.bounds import boundary
-from mantissa.base.budget import require_size
+from mantissa.base.bounds import Limits, boundary, require_size
 from mantissa.base.errors import MantissaError
-from mantissa.base.readers.limits import Limits
 
 LIMITS = Limits(1 << 30, 8, 20_000_000)  # of a file; levels of messages; scalars
 _LONGEST_RECORD = 64 << 20  # bytes: an event with images or a graph

@@ -14,15 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mantissa.base.bounds import boundary
-from mantissa.base.budget import require_size
+from mantissa.base.bounds import Limits, boundary, opened, require_size
 from mantissa.base.errors import MantissaError
-from mantissa.base.readers.limits import Limits, opened
 
 DOCUMENT = Limits(256 << 20, 100, 10_000_000)  # state, settings, an index, an answer from a server
 ROW = Limits(64 << 20, 100, 10_000_000)
 # What a program printed or a test expects: whole numbers as long as Python itself reads them.
-VALUE = Limits(64 << 20, 100, 10_000_000, digits=4300)
+_PYTHON = 4300
+VALUE = Limits(64 << 20, 100, 10_000_000, digits=_PYTHON)
 _LARGEST_FILE = 4 << 30  # of rows
 _AS_ZEROS = bytes(ord("0") if byte in b"0123456789" else ord(" ") for byte in range(256))
 _TEXT = re.compile(r'"(?:[^"\\]++|\\.)*+"', re.S)
@@ -39,7 +38,8 @@ def parse_json(text: str | bytes, limits: Limits = DOCUMENT) -> Any:
     brackets = text.count("[") + text.count("{")
     if brackets + text.count(",") >= limits.values and _marks(_TEXT.sub("", text)) >= limits.values:
         raise ValueError(f"more than {limits.values:,} values")  # before they are made: each takes a hundred bytes
-    long = _has_run(text, limits.digits + 1)  # maybe within a text, hence not refused here
+    # Maybe within a text, hence not refused here; longer ones Python itself refuses.
+    long = limits.digits < _PYTHON and _has_run(text, limits.digits + 1)
     hook = _short(limits.digits) if long else None
     try:
         value = json.loads(text, parse_int=hook)

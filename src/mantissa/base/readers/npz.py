@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mantissa.base.bounds import boundary
-from mantissa.base.budget import require_size
+from mantissa.base.bounds import boundary, require_size
 from mantissa.base.readers import zips
 
 

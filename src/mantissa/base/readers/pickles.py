@@ -22,25 +22,27 @@ import math
 import pickle
 import pickletools
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mantissa.base.bounds import boundary
-from mantissa.base.budget import Budget, budget, memory, require_size
-from mantissa.base.readers import zips
+from mantissa.base.bounds import Budget, boundary, budget, require_size
+from mantissa.base.errors import MantissaError
+from mantissa.base.readers import child, zips
 
 LARGEST = zips.LARGEST  # bytes of a file, and of all tensors in one
-_AT_ONCE, _TIMES = 1 << 30, 64  # bytes that reading may take, and for each byte of the file: an empty list is one
+_LIMITS = child.Limits(memory_bytes=3 << 29, output_bytes=1 << 30)
+_LARGE, _TIMES = 64 << 20, 8  # a file that may take more: its bytes, those of its tensors, and both once more
 _MOST_OPERATIONS = 50_000_000  # of a pickle, and values in what it makes
 _MOST_CLASSES = 256  # that a pickle's records may be of
 _LARGEST_INTEGER = 1 << 64  # larger ones can be chosen to share one hash: a dictionary of them takes hours to fill
 _ADVICE = (
     "expected a pickle of tensors, numbers, texts, lists and dictionaries; write it again, as plain jsonl if need be"
 )
+_NUMBERS = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")
 _STORAGES = {
     "DoubleStorage": "<f8", "FloatStorage": "<f4", "HalfStorage": "<f2", "LongStorage": "<i8", "IntStorage": "<i4",
     "ShortStorage": "<i2", "CharStorage": "<i1", "ByteStorage": "<u1", "BoolStorage": "<u1", "BFloat16Storage": "<u2",
@@ -48,30 +50,123 @@ _STORAGES = {
 
 
 class UnknownClassError(ValueError):
-    """A pickle asks for what is not on the list; ``module``: of that."""
+    """A pickle asks for what is not on the list; ``module`` and ``name``: of that."""
 
     def __init__(self, module: str, name: str) -> None:
         super().__init__(f"it asks for {module}.{name}, which no dump of log-probs needs; nothing of it was run")
-        self.module = module
+        self.module, self.name = module, name
 
 
 def load(path: Path, *, records: bool = False) -> Any:
     """What ``path`` holds: numpy arrays where it has tensors (bf16 widened to fp32), else plain values; and, where
     ``records`` are asked for, a ``Record`` for each object.
 
-    ``MantissaError`` for anything damaged, too large, or that names what is not on the list (its cause is then an
-    ``UnknownClassError``).
+    It is read in a process of its own (``child.py``), or where this is one here. ``MantissaError`` for
+    anything damaged, too large, or that names what is not on the list (its cause is then an ``UnknownClassError``).
     """
     with boundary(path, _ADVICE):
         spent = budget()
         size = require_size(path, LARGEST, spent)
-        data = path.read_bytes()
-        whole = _Whole(path, spent, {} if records else None)
-        with memory(_AT_ONCE + _TIMES * size):
-            value = _zip(data, whole) if data.startswith(zips.MAGIC) else _unpickle(data, {}, whole)
-        if isinstance(value, NESTED):
-            walk(value)
+        if child.inside:
+            return _load(path, records, spent)
+        more = _TIMES * size if size > _LARGE else 0
+        with child.lent(__name__, limits=replace(_LIMITS, memory_bytes=_LIMITS.memory_bytes + more)) as process:
+            process.ask(f"{__name__}:sent", path, str(path), records)
+            return _received([*process.parts(spent)])
+
+
+def _load(path: Path, records: bool, spent: Budget) -> Any:
+    data = path.read_bytes()
+    whole = _Whole(path, spent, {} if records else None)
+    value = _zip(data, whole) if data.startswith(zips.MAGIC) else _unpickle(data, {}, whole)
+    if isinstance(value, NESTED):
+        walk(value)
+    return value
+
+
+def sent(path: str, records: bool) -> Iterator[Any]:
+    """In the process that reads: what ``load`` found, as values of JSON with a mark each, and the bytes of arrays."""
+    arrays: list[np.ndarray] = []
+    try:
+        with boundary(path, _ADVICE):
+            value = _marked(load(Path(path), records=records), arrays)
+    except MantissaError as error:
+        if not isinstance(error.__cause__, UnknownClassError):
+            raise
+        value = ["unknown", error.__cause__.module, error.__cause__.name]
+    yield value
+    for each in arrays:
+        yield np.frombuffer(each.tobytes(), np.uint8)
+
+
+def _marked(value: Any, arrays: list[np.ndarray]) -> Any:
+    """A value as [kind, what of it JSON holds]; one that JSON has is itself."""
+    kind = type(value)
+    if value is None or kind in (str, int, float, bool):
         return value
+    if isinstance(value, np.generic):
+        return ["scalar", *_marked(np.asarray(value), arrays)[1:]]
+    if isinstance(value, np.ndarray | _Array):
+        value = value.array if isinstance(value, _Array) else value
+        if not isinstance(value, np.ndarray):
+            raise ValueError("an array without numbers")
+        arrays.append(value)
+        return ["array", value.dtype.str, list(value.shape)]
+    if kind is bytes:
+        return ["bytes", value.hex()]
+    if isinstance(value, Record):
+        return ["record", value.of, _pairs(value, arrays)]
+    if isinstance(value, dict):
+        return ["dict", _pairs(value, arrays)]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [kind.__name__, [_marked(each, arrays) for each in value]]
+    if kind is type and issubclass(value, Record):
+        return ["class", value.of]
+    return ["text", kind.__name__]  # of a stand-in for what has no values, such as a storage
+
+
+def _pairs(value: dict[Any, Any], arrays: list[np.ndarray]) -> list[list[Any]]:
+    return [[_marked(key, arrays), _marked(each, arrays)] for key, each in value.items()]
+
+
+def _received(parts: list[Any]) -> Any:
+    """What ``_marked`` was given, of an answer's parts. Any exception where they are none of its."""
+    value, *arrays = parts
+    found = iter(arrays)
+    classes: dict[str, type[Record]] = {}
+
+    def of(name: str) -> type[Record]:
+        return classes.setdefault(str(name), type("_RecordOf", (Record,), {"of": str(name)}))
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        kind, held, *more = value
+        if kind in ("array", "scalar"):
+            array = np.frombuffer(next(found), np.dtype(_numbers(held))).reshape(more[0])
+            return array if kind == "array" else array[()]
+        if kind == "unknown":
+            raise UnknownClassError(held, more[0])
+        if kind == "bytes":
+            return bytes.fromhex(held)
+        if kind == "record":
+            made = of(held)()
+            made.clear()
+            made.update({plain(key): plain(each) for key, each in more[0]})
+            return made
+        if kind == "dict":
+            return {plain(key): plain(each) for key, each in held}
+        if kind in ("class", "text"):
+            return of(held) if kind == "class" else str(held)
+        return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind](map(plain, held))
+
+    return plain(value)
+
+
+def _numbers(kind: str) -> str:
+    if kind[1:] not in (*_NUMBERS, "b1"):
+        raise ValueError(f"an array of {kind}")
+    return kind
 
 
 @dataclass
@@ -286,7 +381,7 @@ class _Type:
     """numpy's dtype: a plain number's."""
 
     def __init__(self, name: str, *_: Any) -> None:
-        if name not in ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1"):
+        if name not in (*_NUMBERS, "b1"):
             raise ValueError(f"an array of {name}")
         self.dtype = np.dtype(name)
 

@@ -7,10 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mantissa.base.bounds import boundary
-from mantissa.base.budget import require_size
+from mantissa.base.bounds import Limits, boundary, require_size
 from mantissa.base.readers.json import parse_json
-from mantissa.base.readers.limits import Limits
 
 if TYPE_CHECKING:
     from torch import Tensor

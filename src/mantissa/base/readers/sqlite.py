@@ -14,10 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mantissa.base.bounds import boundary
-from mantissa.base.budget import Budget, budget, require_size
+from mantissa.base.bounds import Budget, Limits, boundary, budget, require_size
 from mantissa.base.errors import MantissaError
-from mantissa.base.readers.limits import Limits
 
 LIMITS = Limits(256 << 20, 100, 20_000_000)  # bytes of a value or row, and of a file that is read whole
 _HEAP = 1 << 30  # bytes that SQLite may take in this process

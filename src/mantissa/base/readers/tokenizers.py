@@ -15,11 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mantissa.base.bounds import boundary, regular_file
-from mantissa.base.budget import require_size
+from mantissa.base.bounds import Limits, boundary, regular_file, require_size
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.json import parse_json, read_json
-from mantissa.base.readers.limits import Limits
 
 _DOCUMENT = Limits(128 << 20, 100, 20_000_000)  # the largest vocabularies take 35 MB
 _MOST_ADDED = 30_000

@@ -7,10 +7,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from mantissa.base.bounds import boundary
-from mantissa.base.budget import require_size
+from mantissa.base.bounds import Limits, boundary, require_size
 from mantissa.base.readers.json import require_few
-from mantissa.base.readers.limits import Limits
 
 WRITTEN = Limits(400_000, 100, 20_000)
 _PARTS = 64  # of a dotted key: a table is looked up from the top for each

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mantissa.base.bounds import boundary, require_memory
-from mantissa.base.budget import require_size
+from mantissa.base.bounds import boundary, require_memory, require_size
 from mantissa.base.readers import zips
 from mantissa.base.readers.pickles import NESTED, walk
 

@@ -1,4 +1,8 @@
-"""The one reader of YAML: bounded in length, brackets and values, an error in it one line with its position."""
+"""The one reader of YAML: bounded in length, brackets and values, an error in it one line with its position.
+
+And the recipes that come with Mantissa, by name: ``demo``, ``cluster/qwen3-8b-fp16-fsdp2``. In a checkout they are the
+folder ``recipes/``; the wheel carries a copy of it (``setup.py``).
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,8 @@ from typing import Any
 
 import yaml
 
-from mantissa.base.bounds import boundary, describe_error
-from mantissa.base.budget import budget
-from mantissa.base.errors import MantissaError
-from mantissa.base.readers.limits import Limits
+from mantissa.base.bounds import Limits, boundary, budget, describe_error
+from mantissa.base.errors import MantissaError, nearest
 
 WRITTEN = Limits(20_000, 200, 5_000)  # by a person: a recipe, a lab, an override
 RECORDED = Limits(200_000, 5_000, 50_000)  # by a program, or a table of tests
@@ -107,3 +109,57 @@ def _values_in(node: yaml.Node | None, most: int, known: dict[int, int]) -> int:
         what = f"more than {most:,} values" if total else "an alias of what it is inside of"
         raise MantissaError(f"line {node.start_mark.line + 1}: {what}; write out what is meant")
     return total
+
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+
+
+_SUFFIXES = (".yaml", ".yml")
+
+
+def recipes_folder() -> Path:
+    """Where the recipes are; the copy of an installed wheel is inside the package."""
+    for folder in (_PACKAGE / "recipes", _PACKAGE.parents[1] / "recipes"):
+        if (folder / "demo.yaml").is_file():
+            return folder
+    raise MantissaError(
+        f"the recipes that come with Mantissa are not in {_PACKAGE}: install it again, from a wheel or a whole checkout"
+    )
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Each recipe that comes with Mantissa, by its name: the path below the folder without ``.yaml``."""
+    folder = recipes_folder()
+    named = {path.relative_to(folder).as_posix().removesuffix(".yaml"): path for path in folder.rglob("*.yaml")}
+    return dict(sorted(named.items(), key=lambda item: ("/" in item[0], item[0] != "demo", item[0])))
+
+
+def said_of(path: Path) -> str:
+    """What a recipe is, in a line: its leading comment up to the first colon or full stop."""
+    lines = []
+    for line in path.read_text("utf-8").splitlines():
+        if not line.startswith("# "):
+            break
+        lines.append(line[2:].strip())
+    return re.split(r"(?::|\.)(?:\s|$)", " ".join(lines), maxsplit=1)[0]
+
+
+def find_recipe(given: str | Path) -> Path:
+    """The file of a recipe: ``given`` where it is a file, else the recipe of that name that comes with Mantissa.
+
+    Raises ``MantissaError`` where there is neither.
+    """
+    path, name = Path(given), Path(given).as_posix()
+    if path.is_file():
+        return path
+    known = shipped_recipes()
+    if name in known:
+        return known[name]
+    plain = name.removeprefix("recipes/").removesuffix(".yaml")
+    if plain in known:
+        raise MantissaError(f"no recipe at {path} in this folder; the one that comes with Mantissa is named {plain}")
+    hint = "" if path.suffix in _SUFFIXES else nearest(name, known)
+    raise MantissaError(
+        f"no recipe at {path}: expected a YAML file, or the name of a recipe that comes with Mantissa, such as demo "
+        f"(mantissa recipes lists them){hint}"
+    )

@@ -6,8 +6,7 @@ import io
 import zipfile
 from pathlib import Path
 
-from mantissa.base.bounds import boundary
-from mantissa.base.budget import require_size
+from mantissa.base.bounds import boundary, require_size
 
 LARGEST = 2 << 30  # bytes
 _MOST_ENTRIES = 200_000

@@ -126,8 +126,8 @@ class Policy:
         from mantissa.kernels import resolve, rollout_kernels
         from mantissa.model import policy_weights
         from mantissa.precision import PrecisionPolicy
-        from mantissa.rl.adapters import open_policy, policy_folder
-        from mantissa.rl.exact.plan import prove
+        from mantissa.rl.assemble import prove
+        from mantissa.rl.policy import open_policy, policy_folder
         from mantissa.rollout import NativeEngine, SamplingParams
 
         place = choose_device(device)

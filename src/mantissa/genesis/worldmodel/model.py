@@ -43,9 +43,15 @@ from mantissa.base.errors import MantissaError
 from mantissa.dropin import PrecisionTrainer
 from mantissa.dropin.environment import FP16TrainingConfig
 from mantissa.genesis.worldmodel.buffer import ReplayBuffer, open_buffer
-from mantissa.genesis.worldmodel.encoding import LEAST_DIM, encode_actions, encode_state
 from mantissa.genesis.worldmodel.scores import Array, Scores, auroc, counting, scored
-from mantissa.genesis.worldmodel.trajectory import Trajectory, by_task, check_state
+from mantissa.genesis.worldmodel.trajectory import (
+    LEAST_DIM,
+    Trajectory,
+    by_task,
+    check_state,
+    encode_actions,
+    encode_state,
+)
 from mantissa.guard import GuardConfig
 from mantissa.mismatch.intervals import Estimate, student_interval
 from mantissa.training.checkpoint import read_file

@@ -10,35 +10,27 @@ from typing import Any, Literal, Self, cast, get_args
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from mantissa.algorithms import (
-    ADVANTAGES,
-    LOSSES,
-    AdvantageKind,
-    AlgorithmConfig,
-    FlowRLConfig,
-    OfTeacher,
-    ReinforceConfig,
-)  # fmt: skip
+from mantissa.algorithms import ADVANTAGES, LOSSES, AdvantageKind, FlowRLConfig, OfTeacher, ReinforceConfig
 from mantissa.base.bounds import LARGEST_SEED, boundary
 from mantissa.base.config import PLAIN, Config, Refusals
 from mantissa.base.errors import MantissaError, nearest
-from mantissa.base.readers.yaml import parse_yaml, read_yaml
-from mantissa.base.shipped import find_recipe
+from mantissa.base.readers.yaml import find_recipe, parse_yaml, read_yaml
 from mantissa.doctor.diagnosis import DoctorConfig
 from mantissa.guard import GuardConfig
 from mantissa.precision import DIAL, SCHEMES, PrecisionPolicy
 from mantissa.rl.config.sections import (
+    AlgorithmConfig,
     CheckpointConfig,
     EvaluationConfig,
     GradingConfig,
     LossScalingConfig,
-    ModelSource,
     OptimizerConfig,
     PerfectibleConfig,
     RolloutConfig,
     WarmStartConfig,
 )
 from mantissa.rl.config.waltz import WaltzConfig, check_feedback, published, waltz_refusals
+from mantissa.rl.policy import ModelSource
 from mantissa.rollout import LEAST_TEMPERATURE, MOST_TOLD, untold_support
 from mantissa.rollout.support import ignored
 from mantissa.tasks import CodeConfig, TaskConfig
@@ -77,8 +69,8 @@ class RunConfig(Config):
     checkpoint: CheckpointConfig = CheckpointConfig()
     guard: GuardConfig | None = Field(
         None,
-        description="{} or settings of docs/rollback.md, such as {to: fp32}: thresholds at which the run goes back to "
-        "its last good checkpoint and on in a wider format. null: no guard.",
+        description="{} or settings of docs/production.md, such as {to: fp32}: thresholds at which the run goes back "
+        "to its last good checkpoint and on in a wider format. null: no guard.",
     )
     doctor: DoctorConfig | None = Field(None, description="{every: n}: diagnose one step of n. null: none.")
     waltz: WaltzConfig | None = Field(None, description="A second policy, which gives feedback and trains beside it.")

@@ -1,6 +1,6 @@
 """A term of the objective: what it needs, what it adds, and what it keeps. The learner knows nothing else of any.
 
-A run's terms are those that its recipe asks for (``rl/objective.py``: ``terms_of``). In a step each is asked in turn,
+A run's terms are those that its recipe asks for (``rl/learner.py``: ``terms_of``). In a step each is asked in turn,
 and each answers only where it has something to say:
 
     score      of a batch that the learner has scored: columns of its own (a reference's log-probs, values)
@@ -25,10 +25,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mantissa.algorithms import Accumulator, AlgorithmConfig
+from mantissa.algorithms import Accumulator
 from mantissa.base.ranks import Ranks
 from mantissa.kernels import Kernels
 from mantissa.model import Decoder
+from mantissa.rl.config.sections import AlgorithmConfig
 from mantissa.rl.experience import Scored, Weighed
 from mantissa.rl.score import OfLogits, ReferencePolicy
 from mantissa.rollout.transformers import TransformersPolicy

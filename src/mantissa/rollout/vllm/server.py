@@ -28,12 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mantissa.base.digest import digest
 from mantissa.base.environ import LAUNCHER, STORE, changed_environment
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import disk_errors
 from mantissa.base.http import OK, http_answer
-from mantissa.base.tensors import plain_name, write_tensors
+from mantissa.base.tensors import digest, plain_name, write_tensors
 from mantissa.model import ModelConfig
 from mantissa.model.config import config_fields
 from mantissa.precision import E4M3, Fp8Policy, NumberFormat

@@ -41,9 +41,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mantissa.base.digest import digest
 from mantissa.base.errors import MantissaError
-from mantissa.base.tensors import write_tensors
+from mantissa.base.tensors import digest, write_tensors
 from mantissa.kernels.native import NativeKernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import E4M3, SQUARE, BlockScaled, Fp8Policy, quantize

@@ -1,10 +1,10 @@
 """Grading with a guard: a verifier that raises, hangs or kills its process costs one sample its reward, never the run.
 
-Verifiers that cannot hang run here, in line. The others run in worker processes that start on first use and serve until
-``close``; a worker that dies or exceeds the time limit is replaced, and the sample it held gets the verifier's
-``failure`` with ``Reward.error`` set. A verifier that grades several samples in a call gets them in batches, cut at the
-same places whatever the workers' speed; the samples of a batch that is lost are graded again one by one, so that only
-the one to blame pays. Rewards come back in the order asked for and do not depend on which worker gave them.
+Verifiers that can hang run in worker processes that start on first use and serve until ``close``; a worker that dies or
+exceeds the time limit is replaced, and the sample it held gets the verifier's ``failure`` with ``Reward.error`` set. A
+verifier that grades several samples in a call gets them in batches, cut at the same places whatever the workers' speed;
+the samples of a batch that is lost are graded again one by one, so that only the one to blame pays. Rewards come back
+in the order asked for and do not depend on which worker gave them.
 
 A worker is a fresh interpreter (not a fork: forking a process that has CUDA or threads is unsafe) which imports this
 package and the verifier's module, not the caller's ``__main__``: so a script needs no main guard, and a worker costs a
@@ -30,10 +30,9 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
 
 from mantissa.base.errors import MantissaError, say
-from mantissa.tasks.sandbox.run import cause_of_death
+from mantissa.base.readers.child import cause_of_death
 from mantissa.tasks.types import Problem, Reward, Verifier, describe
 
 STARTUP_LIMIT_S = 120.0  # imports on a loaded machine; not the sample's time
@@ -49,20 +48,13 @@ class WorkerStartError(RuntimeError):
     """A worker process could not load the verifier: a mistake in the set-up, which no sample is to blame for."""
 
 
-class Grader:
-    """Grades lists of (problem, completion) with a verifier. A context manager; not for use by two threads.
+class Pool:
+    """The worker processes of one isolated verifier; ``tasks.Grader`` has one, and says what its settings are.
 
-    ``timeout_s``: wall-clock seconds for one call: one sample, or one batch of a batched verifier (isolated verifiers
-    only). ``workers``: processes at most. ``memory_gib``: address space of each. ``notes``: what the verifier says of
-    its guards, once a worker has started. Workers end with ``close``, with the Grader, at exit, and by themselves where
-    this process is killed.
+    Workers end with ``close``, with the Pool, at exit, and by themselves where this process is killed.
     """
 
-    def __init__(self, verifier: Verifier, timeout_s: float = 10.0, workers: int = 2, memory_gib: float = 4.0):
-        if not timeout_s > 0 or workers < 1:
-            raise MantissaError(
-                f"grader: timeout_s={timeout_s}, workers={workers}: expected more than 0 and at least 1"
-            )
+    def __init__(self, verifier: Verifier, timeout_s: float, workers: int, memory_gib: float) -> None:
         self.notes: tuple[str, ...] = ()
         self._chunk = 1
         self._memory_bytes = int(memory_gib * 2**30)
@@ -72,34 +64,12 @@ class Grader:
         self._workers: list[_Worker] = []
         self._closer = weakref.finalize(self, _close_all, self._workers, os.getpid())  # also runs at exit
 
-    def start(self) -> None:
-        """Start one worker now, where there will be any, so that a mistake shows before a run begins.
-
-        Raises ``MantissaError`` for a user's mistake, ``WorkerStartError`` for any other reason not to start.
-        """
-        if self._verifier.isolated:
-            self._guarded([])
-
-    def grade(self, samples: Sequence[tuple[Problem, str]]) -> list[Reward]:
-        """One reward for each sample, in order. ``Reward.error`` says where the verifier failed, and how."""
-        if not self._verifier.isolated:
-            return [self._reward(_grade(self._verifier, *sample)) for sample in samples]
-        return self._guarded(samples) if samples else []
-
     def close(self) -> None:
         """End the worker processes. Safe to call twice."""
         self._closer()
 
-    def __enter__(self) -> Grader:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def _reward(self, reply: Reward | str) -> Reward:
-        return reply if isinstance(reply, Reward) else self._verifier.failed(reply)
-
-    def _guarded(self, samples: Sequence[tuple[Problem, str]]) -> list[Reward]:
+    def grade(self, samples: Sequence[tuple[Problem, str]]) -> list[Reward]:
+        """One reward for each sample, in order; of none, a worker is started all the same."""
         if not self._closer.alive:
             raise RuntimeError("this Grader is closed")
         try:
@@ -146,7 +116,7 @@ class Grader:
             else:
                 continue
             if lost and len(worker.indices) == 1:  # a sample that it held alone is to blame
-                results[worker.indices[0]] = self._reward(lost)
+                results[worker.indices[0]] = self._verifier.failed(lost)
             elif lost:  # of several, each is tried by itself
                 batches.extend((index,) for index in worker.indices)
             worker.indices = ()
@@ -165,7 +135,7 @@ class Grader:
             raise WorkerStartError(f"a grading worker died at start ({cause})") from None
         if worker.ready:
             for index, reply in zip(worker.indices, message, strict=True):
-                results[index] = self._reward(reply)
+                results[index] = reply if isinstance(reply, Reward) else self._verifier.failed(reply)
             return None
         kind, *rest = message
         if kind != "ready":
@@ -300,11 +270,4 @@ def grade_samples(verifier: Verifier, samples: Sequence[tuple[Problem, str]]) ->
                 what = f"grading {len(samples)} samples at once failed ({describe(error)}); doing them one by one"
                 say(f"warning: {what}", err=True)
             _warned = True
-    return [_grade(verifier, problem, completion) for problem, completion in samples]
-
-
-def _grade(verifier: Verifier, problem: Problem, completion: str) -> Reward | str:
-    try:
-        return verifier.checked(verifier(problem, completion))
-    except BaseException as error:  # noqa: BLE001 - foreign code: even SystemExit costs this sample only
-        return describe(error)
+    return [verifier.tried(problem, completion) for problem, completion in samples]

@@ -1,8 +1,8 @@
 """The outside of the sandbox: runs a program on inputs and brings back what it returned, or how it ended.
 
-What runs inside, and what it is deprived of, is in ``jail.py``. Here is the part that must not be believed blindly:
-``probe`` runs a program that tries what programs must not do, against a listener, a file, a terminal and a process that
-this side watches, and ``Isolation`` states what was found.
+What runs inside, and what it is deprived of, is in ``mantissa.base.jail``. Here is the part that must not be believed
+blindly: ``probe`` runs a program that tries what programs must not do, against a listener, a file, a terminal and a
+process that this side watches, and ``Isolation`` states what was found.
 
 A verdict cannot be printed by a program: it sends back values, and the expected ones never enter the sandbox. An input
 enters it once the value for the one before has come. To forge a pass it must return the right values, which is to pass.
@@ -28,12 +28,14 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from mantissa.base import jail
 from mantissa.base.errors import MantissaError
+from mantissa.base.readers.child import cause_of_death
 from mantissa.base.readers.json import VALUE, parse_json
 
 _LONGEST_NAME = 200  # characters of an exception's
 _DEEPEST = 300  # lists within lists in a value; Python's own stack ends at a thousand
-_JAIL = Path(__file__).with_name("jail.py")
+_JAIL = Path(jail.__file__)
 _GRACE_S = 5.0  # for an answer of the server, which has nothing to wait for: it is then no longer what it was
 _START_S = 60.0
 
@@ -75,11 +77,6 @@ class Isolation:
             f"code sandbox: programs cannot {', '.join(self.cannot) or 'be kept from anything'}{can} "
             f"(tried; {', '.join(self.layers)})"
         )
-
-
-def cause_of_death(exit_code: int) -> str:
-    """How a process ended, by its exit code, minus a signal."""
-    return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
 
 
 class Sandbox:
