@@ -207,6 +207,10 @@ def test_forward_and_backward_against_float64(name: str, family: str, device: st
     assert bool(is_on_grid(out, result_format).all())
     assert_within(out, expected.detach(), op.roundings, kernels.format, magnitude.detach(), terms.detach())
 
+    if isinstance(kernels, SimulatedKernels):
+        with torch.no_grad():  # the forward by itself: a rollout's, by the same bits
+            assert torch.equal(op.run(kernels, *given), out)
+
     seed = round_to_format(torch.randn(expected.shape, dtype=torch.float64), kernels.format)
     leaves = [x for x in given if x.requires_grad]
     gradients = torch.autograd.grad(out, leaves, seed.to(device, out.dtype))

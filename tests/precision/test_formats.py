@@ -287,6 +287,10 @@ def test_in_place_changes_the_tensor_itself_also_a_strided_view(fmt: NumberForma
     view = base[:, ::2]
     assert round_to_format_(view, fmt) is view
     assert torch.equal(base, expected)
+    large = torch.randn((1 << 19) + 77).mul_(300)  # cast part by part
+    expected = round_to_format(large, fmt)
+    assert round_to_format_(large, fmt) is large
+    assert same_bits(large, expected)
     fresh = torch.randn(16)
     kept = fresh.clone()
     assert round_to_format(fresh, fmt).data_ptr() != fresh.data_ptr()

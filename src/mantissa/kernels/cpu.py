@@ -34,7 +34,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -65,6 +65,7 @@ _WORTH = 0.95  # of torch's time: a way that gains less is not taken
 _SMALL_PRODUCT = 1 << 21  # multiplications from which an unmeasured product goes to oneDNN
 _ONEDNN = torch.backends.mkldnn.is_available()
 _SMALL_WEIGHT = 1 << 16
+_AS_IT_IS = nullcontext()
 _INT8_FEATURES = (1 << 17) - 1  # of 128 * 128 each: one more could make 2^31
 
 
@@ -171,16 +172,17 @@ def _is_whole(x: Tensor) -> bool:
     return x.is_contiguous() or (x.dim() == 2 and x.t().is_contiguous())
 
 
-@contextmanager
-def switched(on: bool = True) -> Iterator[None]:
+def switched(on: bool = True) -> AbstractContextManager[None]:
     """Within this, oneDNN may multiply fp32 tensors as bf16: only for operands that hold bf16's values.
 
     The switch is the process's, so it is set around our own products and put back: what another thread multiplies in
     that moment, in fp32, would be rounded too.
     """
-    if not on:
-        yield
-        return
+    return _switched() if on else _AS_IT_IS  # which costs nothing: attention asks once a layer
+
+
+@contextmanager
+def _switched() -> Iterator[None]:
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"

@@ -190,7 +190,7 @@ class EmulatedKernels(SimulatedKernels):
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         if self.emulation.norm is None:
             return super().rms_norm(x_NE, weight_E, eps)
-        return round_to_format(RMSNorm.apply(x_NE, self.weight(weight_E), eps, FP32), self.format)
+        return round_to_format(RMSNorm.of(x_NE, self.weight(weight_E), eps, FP32), self.format)
 
     def add_norm(self, x_NE: Tensor, y_NE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if self.emulation.norm is None:
@@ -201,7 +201,7 @@ class EmulatedKernels(SimulatedKernels):
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
         if self.emulation.activation is None:
             return super().swiglu(gate_NE, up_NE)
-        return round_to_format(_SwiGLU.apply(gate_NE, up_NE, FP32), self.format)
+        return round_to_format(_SwiGLU.of(gate_NE, up_NE, FP32), self.format)
 
     def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
         if self.emulation.rope is not None:

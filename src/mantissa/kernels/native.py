@@ -33,7 +33,6 @@ from mantissa.kernels.simulated import (
     Rotate,
     activation_values,
     cached_probabilities,
-    rotate_fp32,
     weight_values,
 )
 from mantissa.precision import (
@@ -114,10 +113,10 @@ class NativeKernels:
         if not quantized:
             assert isinstance(weight_FE, Tensor)  # only what the policy names is kept as codes
             weight = self.weight(weight_FE)
-            if weight.is_mkldnn or (self._is_cpus_own(x_NE) and not torch.is_grad_enabled()):
+            if weight.is_mkldnn:
                 return self.products.forward(x_NE, weight, bias)
             if self._is_cpus_own(x_NE):
-                return Linear.apply(x_NE, weight, bias, FP32, FP32, self.products.forward, self.products)
+                return Linear.of(x_NE, weight, bias, FP32, FP32, self.products.forward, self.products)
             return F.linear(x_NE, weight, bias)
         if _is_int8(self.fp8):
             codes = weight_FE if isinstance(weight_FE, BlockScaled) else BlockScaled(*int8_codes(weight_FE))
@@ -144,7 +143,7 @@ class NativeKernels:
             return self.products.forward(x_NE.to(weight_XE.dtype), weight_XE).float()
         if self._is_cpus_own(x_NE):
             how = FP32, FP32, self.products.forward, self.products
-            return Linear.apply(x_NE, self.weight(weight_XE), None, *how)
+            return Linear.of(x_NE, self.weight(weight_XE), None, *how)
         weight = self.weight(weight_XE)
         if self.format is FP32:
             return F.linear(x_NE, weight)
@@ -182,9 +181,7 @@ class NativeKernels:
         return (x_NE.float() * weight_N.unsqueeze(-1)).to(self.dtype)
 
     def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return rotate_fp32(x_BHTD.float(), cos_BTD, sin_BTD).to(self.dtype)
-        return Rotate.apply(x_BHTD.float(), cos_BTD, sin_BTD, FP32).to(self.dtype)
+        return Rotate.of(x_BHTD.float(), cos_BTD, sin_BTD, FP32).to(self.dtype)
 
     def add(self, x_NE: Tensor, y_NE: Tensor) -> Tensor:
         return x_NE + y_NE
@@ -203,7 +200,7 @@ class NativeKernels:
             return out_BTHD.transpose(1, 2)
         if not q_BHTD.is_cuda:  # in a half, torch's own is no faster, and rounds gradients at other places
             wide = (x.float() for x in (q_BHTD, k_BKTD, v_BKTD))
-            return CausalAttention.apply(*wide, self.format, self.products).to(self.dtype)
+            return CausalAttention.of(*wide, self.format, self.products).to(self.dtype)
         group = q_BHTD.shape[1] // k_BKTD.shape[1]
         if group > 1 and q_BHTD.is_cuda and self.format is FP32:
             k_BKTD, v_BKTD = k_BKTD.repeat_interleave(group, 1), v_BKTD.repeat_interleave(group, 1)

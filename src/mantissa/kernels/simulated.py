@@ -70,7 +70,26 @@ def activation_values(x_NE: Tensor, fp8: Fp8Policy) -> Tensor:
     return round_in_blocks(x_NE, E4M3, ALONG_ROWS, fp8.power_of_two)
 
 
-class ScaledLinear(torch.autograd.Function):
+class _Nowhere:
+    """Where a forward without gradients keeps what its backward would need."""
+
+    def save_for_backward(self, *_: Tensor | None) -> None:
+        pass
+
+
+_NOWHERE = _Nowhere()
+
+
+class Operation(torch.autograd.Function):
+    """A function of autograd that costs less where nothing is differentiated."""
+
+    @classmethod
+    def of(cls, *given: Any) -> Any:
+        """``apply``; without gradients the forward by itself, for to enter autograd takes as long as a small one."""
+        return cls.apply(*given) if torch.is_grad_enabled() else cls.forward(_NOWHERE, *given)
+
+
+class ScaledLinear(Operation):
     """The three products, on fp32 tensors. ``weight_FE`` is the master, or with ``on_grid`` its codes' values.
 
     ``product`` computes the forward product of operands on their grids, unrounded. ``bias_F`` is in the base already.
@@ -197,43 +216,43 @@ class SimulatedKernels:
         bias = None if bias_F is None else self.weight(bias_F)
         if self.fp8 is not None and self.fp8.quantizes(layer):
             scaled = self.product_of(layer), self._scaled_products, self.weights_on_grid
-            return ScaledLinear.apply(x_NE, weight_FE, bias, self.fp8, self.format, *scaled)
+            return ScaledLinear.of(x_NE, weight_FE, bias, self.fp8, self.format, *scaled)
         how = self.format, self.format, self.product_of(layer), self.products
-        return Linear.apply(x_NE, self.weight(weight_FE), bias, *how)
+        return Linear.of(x_NE, self.weight(weight_FE), bias, *how)
 
     def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
         return round_to_format(self.router(x_NE, weight_VE), self.logits_format)
 
     def router(self, x_NE: Tensor, weight_XE: Tensor) -> Tensor:
-        return Linear.apply(x_NE, self.weight(weight_XE), None, self.format, FP32, self.product, self.products)
+        return Linear.of(x_NE, self.weight(weight_XE), None, self.format, FP32, self.product, self.products)
 
     def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
         return token_logprob(logits_NV, tokens_N, temperature)
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        return RMSNorm.apply(x_NE, self.weight(weight_E), eps, self.format)
+        return RMSNorm.of(x_NE, self.weight(weight_E), eps, self.format)
 
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
-        return _SwiGLU.apply(gate_NE, up_NE, self.format)
+        return _SwiGLU.of(gate_NE, up_NE, self.format)
 
     def sigmoid(self, x_NE: Tensor) -> Tensor:
-        return _Sigmoid.apply(x_NE, self.format, torch.sigmoid)
+        return _Sigmoid.of(x_NE, self.format, torch.sigmoid)
 
     def scale(self, x_NE: Tensor, weight_N: Tensor) -> Tensor:
-        return _Scale.apply(x_NE, weight_N, self.format)
+        return _Scale.of(x_NE, weight_N, self.format)
 
     def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-        return Rotate.apply(x_BHTD, cos_BTD, sin_BTD, self.format)
+        return Rotate.of(x_BHTD, cos_BTD, sin_BTD, self.format)
 
     def add(self, x_NE: Tensor, y_NE: Tensor) -> Tensor:
-        return _Add.apply(x_NE, y_NE, self.format)
+        return _Add.of(x_NE, y_NE, self.format)
 
     def add_norm(self, x_NE: Tensor, y_NE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total_NE = self.add(x_NE, y_NE)
         return total_NE, self.rms_norm(total_NE, weight_E, eps)
 
     def causal_attention(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
-        return CausalAttention.apply(q_BHTD, k_BKTD, v_BKTD, self.format, self.products)
+        return CausalAttention.of(q_BHTD, k_BKTD, v_BKTD, self.format, self.products)
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         (rows, heads, size), (kv_heads, keys) = q_BHD.shape, k_BKSD.shape[1:3]
@@ -244,7 +263,7 @@ class SimulatedKernels:
             return round_to_format_(torch.bmm(p_NGS, v_BKSD.flatten(0, 1)), self.format).view(q_BHD.shape)
 
 
-class Linear(torch.autograd.Function):
+class Linear(Operation):
     """x @ w^T + b with the result in ``result_fmt``.
 
     The weight's gradient leaves in fp32 and is rounded by the casts that made the compute copy.
@@ -278,7 +297,7 @@ class Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
-class RMSNorm(torch.autograd.Function):
+class RMSNorm(Operation):
     """y = w * n, n = round(x * s), s = (mean(x^2) + eps)^-1/2. dx = s * (dn - xs * mean(dn * xs)), dn = round(dy * w).
 
     dw = sum of round(dy * n) over rows: autograd makes a half tensor of the product before it sums.
@@ -286,7 +305,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, fmt: NumberFormat) -> Tensor:
-        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        scale = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         normed = x * scale
         ctx.save_for_backward(x, weight, scale)
         ctx.fmt = fmt
@@ -308,7 +327,7 @@ class RMSNorm(torch.autograd.Function):
         return round_to_format_(grad_x, ctx.fmt), grad_weight, None, None
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLU(Operation):
     """y = round(silu(g)) * u. du = dy * silu(g); dg = round(dy * u) * sigmoid(g) * (1 + g * (1 - sigmoid(g)))."""
 
     @staticmethod
@@ -328,7 +347,7 @@ class _SwiGLU(torch.autograd.Function):
         return round_to_format_(grad_gate, fmt), grad_up, None
 
 
-class _Sigmoid(torch.autograd.Function):
+class _Sigmoid(Operation):
     """y = round(sigmoid(x)). dx = round(dy * y * (1 - y))."""
 
     @staticmethod
@@ -344,7 +363,7 @@ class _Sigmoid(torch.autograd.Function):
         return round_to_format_(torch.ops.aten.sigmoid_backward(grads[0], y), ctx.fmt), None, None
 
 
-class _Scale(torch.autograd.Function):
+class _Scale(Operation):
     """y = round(w * x), a weight a row. dx = round(dy * w); dw = sum of dy * x over the row, fp32."""
 
     @staticmethod
@@ -361,7 +380,7 @@ class _Scale(torch.autograd.Function):
         return round_to_format_(grad * weight_N.unsqueeze(-1), ctx.fmt), grad_weight, None
 
 
-class Rotate(torch.autograd.Function):
+class Rotate(Operation):
     """A rotation; its backward is the rotation by the opposite angle."""
 
     @staticmethod
@@ -376,7 +395,7 @@ class Rotate(torch.autograd.Function):
         return round_to_format_(rotate_fp32(grads[0], cos, -sin), ctx.fmt), None, None, None
 
 
-class _Add(torch.autograd.Function):
+class _Add(Operation):
     """x + y; both receive the same gradient, which autograd may have summed from two branches: rounded here."""
 
     @staticmethod
@@ -393,7 +412,7 @@ class _Add(torch.autograd.Function):
 _QUERY_BLOCK = 64  # queries at a time: small enough to skip most keys of the future and to stay in the cache
 
 
-class CausalAttention(torch.autograd.Function):
+class CausalAttention(Operation):
     """softmax(q k^T / sqrt(D)) v, as a flash kernel rounds it: scores and softmax fp32, P rounded, the output rounded.
 
     Backward: dV = round(P)^T dO; dS = P * (dO V^T - rowsum(dO * O)); dQ = round(dS) K / sqrt(D);
@@ -474,10 +493,10 @@ def _causal_probabilities(q: Tensor, k: Tensor, start: int, stop: int) -> Tensor
 
 def rotate_fp32(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
     """x * cos + rotate_half(x) * sin, rotate_half(a, b) = (-b, a) on the halves of D. All fp32; shape of ``x``."""
-    half = x_BHTD.shape[-1] // 2
     out, turned = x_BHTD * cos_BTD.unsqueeze(1), x_BHTD * sin_BTD.unsqueeze(1)
-    out[..., :half].sub_(turned[..., half:])  # in place: at a few rows it is the number of calls that costs
-    out[..., half:].add_(turned[..., :half])
+    (a, b), (turned_a, turned_b) = out.chunk(2, -1), turned.chunk(2, -1)
+    a.sub_(turned_b)  # in place: at a few rows it is the number of calls that costs
+    b.add_(turned_a)
     return out
 
 

@@ -82,7 +82,7 @@ class KVCache:
         self.length = 0  # positions of a row in the present packing
         self._flat = [torch.zeros(0, dtype=self._dtype, device=self.device) for _ in range(self._blocks)]
         self._spare = self._flat[0].clone()
-        self._views_NKSD = [self._view(flat) for flat in self._flat]
+        self._see()
 
     def restart(self) -> None:
         """Before a new set of rows: pack anew, so that nothing depends on what was held before. Memory is kept.
@@ -114,7 +114,13 @@ class KVCache:
                 self._spare = torch.zeros(roomy, dtype=self._dtype, device=self.device)
             self._view(self._spare)[:rows, :, :kept] = old_NKSD[:rows, :, :kept]
             self._flat[index], self._spare = self._spare, self._flat[index]
+        self._see()
+
+    def _see(self) -> None:
+        """Make the views of the blocks as they are packed now."""
         self._views_NKSD = [self._view(flat) for flat in self._flat]
+        self._vectors_nD = [view.view(-1, self._size) for view in self._views_NKSD]
+        self._used_BKSD: list[Tensor] = []  # the rows in use, as of the last ``append``
 
     def _view(self, flat: Tensor) -> Tensor:
         shape = (self.slots, self._heads, self.length, self._size)
@@ -126,11 +132,12 @@ class KVCache:
 
     def append(self, layer: int, k_BK1D: Tensor, v_BK1D: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         """Write one position of each of the first B rows; return all keys and values of those rows, B,K,S,D."""
-        keys, values = self._views_NKSD[2 * layer], self._views_NKSD[2 * layer + 1]
-        keys.view(-1, self._size).index_copy_(0, places, k_BK1D.reshape(-1, self._size))
-        values.view(-1, self._size).index_copy_(0, places, v_BK1D.reshape(-1, self._size))
-        rows = k_BK1D.shape[0]
-        return keys[:rows], values[:rows]
+        rows, keys, values = k_BK1D.shape[0], 2 * layer, 2 * layer + 1
+        if not self._used_BKSD or len(self._used_BKSD[0]) != rows:
+            self._used_BKSD = [view[:rows] for view in self._views_NKSD]
+        self._vectors_nD[keys].index_copy_(0, places, k_BK1D.reshape(-1, self._size))
+        self._vectors_nD[values].index_copy_(0, places, v_BK1D.reshape(-1, self._size))
+        return self._used_BKSD[keys], self._used_BKSD[values]
 
     def admit(self, slots_B: Tensor, kv_2LPKSD: Tensor, prompts_B: Tensor) -> None:
         """Copy the prefilled prompt ``prompts_B[b]`` into slot ``slots_B[b]``."""

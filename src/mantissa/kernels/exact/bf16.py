@@ -98,7 +98,7 @@ class ExactBf16Kernels(Planned, NativeKernels):
         self.plan.check_length(k_BKTD.shape[2])
         wide = (x.float() for x in (q_BHTD, k_BKTD, v_BKTD))
         cache = FP32 if self.kv_format is BF16 else self.kv_format  # as they are
-        return ExactAttention.apply(*wide, BF16, self.products, cache, self.plan.attention).bfloat16()
+        return ExactAttention.of(*wide, BF16, self.products, cache, self.plan.attention).bfloat16()
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         self.plan.check_length(k_BKSD.shape[2])

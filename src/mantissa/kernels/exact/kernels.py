@@ -30,7 +30,7 @@ from torch import Tensor
 from mantissa.kernels import cpu
 from mantissa.kernels.cpu import Products
 from mantissa.kernels.exact.plan import AttentionChoice, Choice, ExactPlan, pieces
-from mantissa.kernels.simulated import CausalAttention, SimulatedKernels, _Sigmoid, _SwiGLU, mask_beyond
+from mantissa.kernels.simulated import CausalAttention, Operation, SimulatedKernels, _Sigmoid, _SwiGLU, mask_beyond
 from mantissa.precision import FP32, Fp8Policy, NumberFormat, round_cached, round_to_format_
 
 PART = 1 << 19  # values of SwiGLU at a time: 2 MB
@@ -75,15 +75,15 @@ class ExactKernels(Planned, SimulatedKernels):
         return out_NF if bias_F is None else out_NF.add_(bias_F)
 
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
-        return _ExactSwiGLU.apply(gate_NE, up_NE, self.format)
+        return _ExactSwiGLU.of(gate_NE, up_NE, self.format)
 
     def sigmoid(self, x_NE: Tensor) -> Tensor:
-        return _Sigmoid.apply(x_NE, self.format, lambda x: torch.neg(x).exp_().add_(1.0).reciprocal_())
+        return _Sigmoid.of(x_NE, self.format, lambda x: torch.neg(x).exp_().add_(1.0).reciprocal_())
 
     def causal_attention(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
         self.plan.check_length(k_BKTD.shape[2])
         choice = self.plan.attention
-        return ExactAttention.apply(q_BHTD, k_BKTD, v_BKTD, self.format, self.products, self.kv_format, choice)
+        return ExactAttention.of(q_BHTD, k_BKTD, v_BKTD, self.format, self.products, self.kv_format, choice)
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         self.plan.check_length(k_BKSD.shape[2])
@@ -151,7 +151,7 @@ BLOCK = 128  # keys of a whole block
 _LONG = 128  # up to here 16 positions at a time save a quarter of all scores; beyond, 32 do with fewer calls
 
 
-class ExactAttention(torch.autograd.Function):
+class ExactAttention(Operation):
     """``CausalAttention`` with the exact forward; the backward is its own, which need not be exact.
 
     Keys and values are rounded to ``kv_fmt`` first, as the cache would, gradients passing straight through.
