@@ -88,12 +88,13 @@ FAULTS = {
     "eat_and_wrap": "its reader used more than 512 MiB",
     "spin": "its reader used more than 1 s of processor time",
     "sleep": "its reader took longer than 3 s",
+    "dribble": "its reader took longer than 3 s",
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_a_reader_is_one_error(fault: str, tmp_path: Path) -> None:
-    wall = 3.0 if fault == "sleep" else 60.0
+    wall = 3.0 if fault in ("sleep", "dribble") else 60.0
     limits = replace(LIMITS, memory_bytes=512 << 20, cpu_s=60 if fault != "spin" else 1, wall_s=wall)
     reading = Reading(tmp_path / "x.jsonl", reader=f"bad_readers:{fault}", limits=limits)
     error = attempt(reading.dump)

@@ -17,8 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from mantissa.base.errors import MantissaError
-from mantissa.tasks import Message, dapo_data, read_problems
-from mantissa.tasks.dapo_data import CONFLICTING, EMPTY, REPEATED, UNREACHABLE, UNREADABLE, prepare_dapo
+from mantissa.cli import data as dapo_data
+from mantissa.cli.data import CONFLICTING, EMPTY, REPEATED, UNREACHABLE, UNREADABLE, prepare_dapo
+from mantissa.tasks import Message, read_problems
 from mantissa.tasks.datasets import DEFAULT_TEMPLATE, Columns, DatasetTask
 from problems import made
 
@@ -455,7 +456,7 @@ def repeated(path: Path, rows: int, distinct: int) -> Path:
 PEAK = """
 import resource, sys
 sys.path[:] = {path!r}
-from mantissa.tasks.dapo_data import prepare_dapo
+from mantissa.cli.data import prepare_dapo
 account = prepare_dapo([sys.argv[1]], sys.argv[2])
 print(account.rows, account.kept, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """

@@ -240,6 +240,7 @@ MORE = {
         "worldmodel": "Predict how actions end, from trajectories.",
     },
 }
+_BESIDE = {"check-verl": "check"}  # a command that lies in another's module
 _OTHERS = {"And": {"more": f"List the {sum(map(len, MORE.values()))} other commands."}}
 
 
@@ -260,7 +261,7 @@ class Commands(TyperGroup):
         if line is None:
             return None
         stem = cmd_name.replace("-", "_")
-        module = importlib.import_module(f"mantissa.cli.{stem}")
+        module = importlib.import_module(f"mantissa.cli.{_BESIDE.get(cmd_name, stem)}")
         if hasattr(module, "app"):
             return typer.main.get_command(module.app)
         alone = typer.Typer(**_LOOKS)

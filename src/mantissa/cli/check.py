@@ -1,4 +1,4 @@
-"""``mantissa check``: which settings of a training do nothing, something else, or harm."""
+"""``mantissa check``, for verl alone ``check-verl``: which settings do nothing, something else, or harm."""
 
 from __future__ import annotations
 
@@ -62,7 +62,6 @@ def check(
 
     mantissa check --job outputs/2026-01-31/12-00-00
     """  # fmt: skip
-    from mantissa.base.errors import MantissaError
     from mantissa.launch.scripts import is_verl
     from mantissa.launch.settings import check_settings, read_settings, whose
 
@@ -87,6 +86,22 @@ def check(
     return _exit(found)
 
 
+def check_verl(
+    overrides: Annotated[
+        list[str],
+        typer.Argument(metavar="OVERRIDES", help="verl's overrides, or one shell script that has them in it."),
+    ],
+    verl_version: Annotated[str, typer.Option(metavar="VERSION", help="verl's version.")] = "0.9.1",
+) -> None:
+    """The same as mantissa check --framework verl.
+
+    [bold]Example[/]
+
+    mantissa check-verl actor_rollout_ref.actor.fsdp_config.dtype=float16
+    """
+    verl(overrides, verl_version)
+
+
 def _exit(found: Answer) -> None:
     if code := _CODES[found.state]:
         raise typer.Exit(code)
@@ -94,11 +109,11 @@ def _exit(found: Answer) -> None:
 
 def verl(overrides: list[str], version: str) -> None:
     """What verl's own check says, and its exit code."""
-    from mantissa.launch.check import check_verl
+    from mantissa.launch import check as launched
     from mantissa.launch.facts import VERSIONS
 
     if version not in VERSIONS:
         raise MantissaError(f"--verl-version {version}: expected one of {', '.join(VERSIONS)}")
-    report = check_verl(overrides, version)
+    report = launched.check_verl(overrides, version)
     say(folded(report.text))
     _exit(report)

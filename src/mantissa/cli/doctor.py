@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,8 +13,6 @@ from mantissa.base.errors import MantissaError, say
 from mantissa.cli import Device, progress, screen, there
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from mantissa.doctor.diagnosis import Diagnosis
     from mantissa.doctor.dump import Dump
     from mantissa.doctor.layers import ByLayer

@@ -11,7 +11,7 @@ from mantissa.base.errors import MantissaError, say
 from mantissa.cli import progress, screen
 
 if TYPE_CHECKING:
-    from mantissa.doctor.weights import Comparison
+    from mantissa.doctor.weights import Comparison, Update
 
 _Place = Annotated[str, typer.Argument(show_default=False, metavar="TRAINER", help="Weights as the trainer has them.")]
 _SHOWN = 24  # lines of faults
@@ -50,12 +50,9 @@ def weights(
     from mantissa.doctor.weights import compare
     from mantissa.rl.policy import policy_folder
 
-    mine, theirs, old = (
-        None if each is None else held(each if is_address(each) else policy_folder(each), base, remote)
-        for each in (trainer, engine, before)
-    )
-    assert mine is not None
-    assert theirs is not None
+    given = [trainer, engine, *([] if before is None else [before])]
+    mine, theirs, *rest = (held(each if is_address(each) else policy_folder(each), base, remote) for each in given)
+    old = rest[0] if rest else None
     if not mine.readable or (old is not None and not old.readable):
         raise MantissaError(f"--remote: {trainer} gives digests alone; expected the trainer's weights in files here")
     found = compare(mine, theirs, old, progress)
@@ -90,7 +87,7 @@ def _show(found: Comparison) -> None:
         console.print(f"  {line}")
     if len(lines) > _SHOWN:
         console.print(f"  and {len(lines) - _SHOWN} more kinds; --json has every tensor")
-    if found.update is not None and (said := _update(found)):
+    if found.update is not None and (said := _update(found.update)):
         console.print(said)
     for named in dict.fromkeys(each.fate for each in sorted(lost, key=lambda each: -each.differing)):
         console.print(Text(f"  - {named.value}: {DO[named]}", style="dim"))
@@ -124,12 +121,11 @@ def _headline(found: Comparison) -> str:
     return f"Not all weights arrived: {len(lost)} of {count} tensors did not ({share:.2%} of the weights, in {kinds})"
 
 
-def _update(found: Comparison) -> str:
-    assert found.update is not None
-    moved, seen = found.update.moved, found.update.seen
+def _update(update: Update) -> str:
+    moved, seen = update.moved, update.seen
     if not moved:
         return "The trainer's weights are those of before: there is no update to arrive"
-    share, left = moved / found.update.weights, seen / found.update.weights
+    share, left = moved / update.weights, seen / update.weights
     return (
         f"The update moved {share:.2%} of the weights; once rounded as the engine rounds, {left:.2%} differ from before"
     )

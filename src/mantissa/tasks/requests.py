@@ -363,15 +363,13 @@ class JudgeConfig(Config):
 
     def verifier(self) -> Verifier:
         """The judge. ``MantissaError`` where the variable of its key is not set."""
-        if self.function is not None:
-            return FunctionJudge(self.function)
+        if self.server is None or self.model is None:
+            return FunctionJudge(str(self.function))  # the validator's work
         key = self.api_key_env
         if key is not None and not os.environ.get(key):
             raise MantissaError(
                 f"waltz.judge.api_key_env={key}: this variable is not set; set it, or leave the key out"
             )
-        assert self.server is not None  # the validator's work
-        assert self.model is not None
         return ServerJudge(self.server.rstrip("/"), self.model, key)
 
 

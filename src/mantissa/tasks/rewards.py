@@ -354,8 +354,7 @@ def weighted(terms: Sequence[RewardTerm], own: Verifier) -> Verifier:
 
 
 def _verifier(term: RewardTerm, own: Verifier) -> Verifier:
-    if term.function is not None:
+    if term.verifier is None:
         correct_at, chosen = (1.0, False) if term.correct_at is None else (term.correct_at, True)
-        return FunctionVerifier(term.function, correct_at, term.batch_size, verdict=term.decides or chosen)
-    assert term.verifier is not None  # the configuration's own check
+        return FunctionVerifier(str(term.function), correct_at, term.batch_size, verdict=term.decides or chosen)
     return own if term.verifier == "task" else verifier_named(term.verifier)

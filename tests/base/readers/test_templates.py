@@ -134,6 +134,17 @@ def test_a_template_that_is_rendered_often_has_one_process(backend: Any) -> None
     assert time.process_time() - began < 2.0, "a fraction of a millisecond each"
 
 
+def test_one_that_has_rested_long_is_not_asked_again(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend.chat_template = "{{ messages[0].content }}"
+    render(backend, PLAIN, True)
+    (kind,) = (kind for kind in child._idle if "jinja2.sandbox" in kind[1] and kind[0] == os.getpid())
+    (one,) = child._idle[kind]
+    monkeypatch.setattr(child, "_IDLE_S", 0.0)
+    assert render(backend, PLAIN, True) == "Be brief.\n"
+    assert child._idle[kind] != [one]
+    assert one.process.returncode is not None, "and it has ended"
+
+
 def test_half_a_character_is_refused(backend: Any) -> None:
     backend.chat_template = "{{ messages[0].content }}"
     assert "surrogate" in str(attempt(render, backend, [{"role": "user", "content": "\ud800"}], True))

@@ -41,7 +41,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from mantissa.base import jail
 from mantissa.base.bounds import Budget, address_space, available_memory, require_memory, spending
@@ -65,7 +65,7 @@ _ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "ARROW_
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one answer: wall clock and CPU seconds, address space beyond what imports took, bytes of the answer."""
+    """Of one answer: seconds of waiting for it, CPU seconds, address space beyond what imports took, bytes."""
 
     wall_s: float = 600.0
     cpu_s: int = 300
@@ -96,11 +96,13 @@ class Child:
     def ask(self, reader: str, where: object, *arguments: Any) -> None:
         """Have ``reader`` called with the arguments, plain values. ``where`` begins what is said of a failure."""
         self.busy, self._where = True, where
-        self._deadline = time.monotonic() + (self.limits.wall_s if self._ready else _START_S)
+        self._patience_s = self.limits.wall_s if self._ready else _START_S
         pipe = self.process.stdin
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError):  # it has ended: why is known when its answer is read
-                pipe.write(json.dumps([reader, arguments]).encode() + b"\n")
+                question = memoryview(json.dumps([reader, arguments]).encode() + b"\n")
+                while question:
+                    question = question[pipe.write(question) or 0 :]
 
     def parts(self, spent: Budget | None = None, tick: Callable[[str], None] = lambda line: None) -> Iterator[Any]:
         """What comes, each part as it comes: JSON's values; arrays as a ``bytearray``. Their bytes are drawn from
@@ -111,7 +113,7 @@ class Child:
         left = self.limits.output_bytes
         if not self._ready:
             self._ready = bool(self._bytes(_FRAME.size, tick))
-            self._deadline = time.monotonic() + self.limits.wall_s
+            self._patience_s = self.limits.wall_s
         while True:
             kind, size = _FRAME.unpack(self._bytes(_FRAME.size, tick))
             if kind not in (b"j", b"a", b"e", b"m", b".") or (kind == b"e" and size > 6 * LONGEST_TEXT + 2):
@@ -163,17 +165,23 @@ class Child:
         found = bytearray(count)
         view, pipe = memoryview(found), self.process.stdout
         while view and pipe is not None:
-            while not select.select([pipe], [], [], min(_TICK_S, max(0.0, self._deadline - time.monotonic())))[0]:
-                if time.monotonic() >= self._deadline:
-                    raise MantissaError(
-                        f"{self._where}: its reader took longer than {self.limits.wall_s:g} s; {_ADVICE}"
-                    )
+            while not self._waited(pipe):
                 tick(f"reading {self._where}{self._place()}")
             got = os.readv(pipe.fileno(), [view])
             if not got:
                 raise self._ended()
             view = view[got:]
         return found
+
+    def _waited(self, pipe: IO[bytes]) -> bool:
+        """Whether something has come. Seconds are those of waiting: how long this side takes for what came is its own
+        affair."""
+        began = time.monotonic()
+        came = bool(select.select([pipe], [], [], max(0.0, min(_TICK_S, self._patience_s)))[0])
+        self._patience_s -= time.monotonic() - began
+        if self._patience_s <= 0:
+            raise MantissaError(f"{self._where}: its reader took longer than {self.limits.wall_s:g} s; {_ADVICE}")
+        return came
 
     def _place(self) -> str:
         """Where the process is in the file that it has open; nothing where the system does not say."""
