@@ -159,6 +159,15 @@ def drafted(tokens: Array, prompt: int, number: int) -> Array:
     return np.where(np.random.default_rng(number).random(own.shape) < 0.5, draft, own)
 
 
+def encoded_again_late(tokens: Array, prompt: int, number: int) -> Array:
+    """In a few rows what follows a place of its own is of other tokens."""
+    own = scored(PLAIN, tokens, prompt)
+    if number % 2:
+        row, at = number % len(own), 9 + 5 * number % 11
+        own[row, at:] = scored(Pass(drawn(5)), tokens, prompt)[row, at:]
+    return own
+
+
 def encoded_again(tokens: Array, prompt: int, number: int) -> Array:
     """Two tokens became one in every other row, and the numbers are laid side by side by their place."""
     own = scored(PLAIN, tokens, prompt)
@@ -217,6 +226,7 @@ LEARNERS: dict[str, tuple[tuple[str, ...], Learner]] = {
         x[:, :-6], -1, keepdims=True))),
     "a draft's": (("single_tokens", *OTHER), drafted),
     "encoded again": (("moved_from", "shift", "mid_sequence", "some_sequences", "onset"), encoded_again),
+    "encoded again late": (("moved_from", "shift", "mid_sequence", "some_sequences", "onset"), encoded_again_late),
     "sums in half": (("half_logits", "coarse_logprobs"), by(PLAIN, lambda x, _: normal(half(x)))),
 }  # fmt: skip
 # Kind: true names; the rollout's law, that the learner does not know.

@@ -182,6 +182,7 @@ ONE_NUMBER = 0.25  # of their median, the quartiles' distance: a smoothed loss h
 APART = 4.0  # times: the padded prompts' sizes over the longest's
 BY_LENGTH = 0.4  # rank correlation of sequences' sizes with their prompts' lengths
 FIRST_ONES = 0.75  # of the tokens at whose beginning an end is ruled out: half of those that differ lie before
+IN_MOST = 0.05  # of the size at a place, the median sequence's there: where some rows alone differ it is rounding's
 ZEROS = 0.95  # of the tokens beyond the usual, exactly 0 on one side: cut laws have up to 0.87
 STRANGERS = 0.2  # rank correlation of both sides' log-probs: of other tokens up to 0.16, of a broken model 0.28
 RELATED = 0.5  # correlation of both sides' log-probs: dropout leaves 0.7

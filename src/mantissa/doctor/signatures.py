@@ -46,6 +46,7 @@ from mantissa.doctor.facts import (
     FEWEST,
     FIRST_ONES,
     IN_CONTEXT,
+    IN_MOST,
     LEVEL,
     LITTLE,
     MOST_OF_IT,
@@ -392,6 +393,16 @@ def _unrelated(e: Evidence, found: Finding) -> str:
     return "they still go together too much to be of other tokens" if found.effect > STRANGERS else ""
 
 
+def _in_most(e: Evidence, found: Finding) -> str:
+    """What differs from a position or a turn on does so in most sequences that have one; where a few alone do, their
+    texts, rows or engines are as likely."""
+    at = np.isnan(found.rest) & e.telling
+    count, square = (np.bincount(e.clean.sequence[at], of[at]) for of in (np.ones(len(at)), np.square(e.clean.u)))
+    sizes = np.sqrt(square[count > 0] / count[count > 0])
+    whole = float(np.sqrt(square.sum() / max(count.sum(), 1)))
+    return "it is in some of the sequences alone" if len(sizes) and np.median(sizes) < IN_MOST * whole else ""
+
+
 def _single(e: Evidence, found: Finding) -> str:
     return "nothing says what is special about these tokens"
 
@@ -399,6 +410,7 @@ def _single(e: Evidence, found: Finding) -> str:
 _NEEDS: dict[str, Callable[[Evidence, Finding], str]] = {
     "support": _support, "logit_bias": _logit_bias, "soft_cap": _soft_cap, "padding": _padding,
     "min_tokens": _min_tokens, "single_tokens": _single, "unrelated": _unrelated,
+    "position": _in_most, "turn": _in_most,
 }  # fmt: skip
 
 
