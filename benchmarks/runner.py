@@ -150,10 +150,10 @@ def run_all(threads: int) -> None:
     failed = []
     for name, given in {**ALL, "tables": ()}.items():
         more = [name, *given, *(["--threads", str(threads)] if name not in ("peak", "cost", "tables") else [])]
-        words = [str(HERE / "tables.py")] if name == "tables" else [str(HERE / "run.py"), *more]
+        script, words = ("tables.py", []) if name == "tables" else ("run.py", more)
         print(f"\n== {' '.join(more)}", flush=True)
         start = time.perf_counter()
-        if subprocess.run([sys.executable, *words], check=False).returncode:
+        if subprocess.run([sys.executable, str(HERE / script), *words], check=False).returncode:
             failed.append(name)
         print(f"   {time.perf_counter() - start:.0f} s", flush=True)
     if failed:

@@ -26,9 +26,9 @@ BENCHMARKS = ROOT / "benchmarks"
 THREAD = ("--threads", "1")
 NEEDS = {"rollout_vs_generate": "transformers"}
 SCRIPTS = {  # what is no case: workers, what cases share, and programs with tests of their own
-    "doctor_faults", "doctor_jobs_trl", "doctor_mistakes", "doctor_strangers", "families", "gate_jobs", "our_step",
+    "doctor_faults", "doctor_jobs_trl", "doctor_mistakes", "doctor_strangers", "families", "our_step",
     "rl_problem", "rows", "run", "runner", "soak", "soak_job", "soak_load", "soak_report", "steps", "tables",
-    "trl_step", "verl_jobs", "verl_rehearsals", "workers",
+    "trl_step", "verl_gate", "verl_jobs", "verl_rehearsals", "workers",
 }  # fmt: skip
 
 

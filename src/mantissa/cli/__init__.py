@@ -25,7 +25,6 @@ from mantissa.base.bounds import boundary, spending
 from mantissa.base.environ import Heartbeat, spin_briefly
 from mantissa.base.errors import MantissaError, missing, printable, say, visible
 from mantissa.base.hub import HUB, find_model
-from mantissa.base.readers.yaml import find_recipe
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,6 +51,8 @@ def there(expected: str) -> Callable[[Path | None], Path | None]:
 def recipe_there(given: Path | None) -> Path | None:
     """Refuse a recipe that is neither a file nor comes with Mantissa, likewise; beside --resume it is an override."""
     if given is not None and "=" not in str(given):
+        from mantissa.base.readers.yaml import find_recipe  # with it YAML, which a command without a recipe has not
+
         with boundary(f"recipe {given}", "expected a YAML file of UTF-8 text, such as recipes/demo.yaml"):
             find_recipe(given)
     return given
