@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, missing
 
 LARGEST_SIZE = 2**31 - 1  # of anything that is counted: steps, tokens, problems, layers
 LARGEST_SEED = 2**63 - 1
@@ -43,13 +43,16 @@ SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # what fp3
 def boundary(where: object, advice: str) -> Iterator[None]:
     """Any exception in the block becomes ``MantissaError("<where>: <what>; <advice>")``; those that are one pass.
 
-    Also what derives from ``BaseException`` alone, as a panic in a Rust library does; not Ctrl-C or an exit.
+    Also what derives from ``BaseException`` alone, as a panic in a Rust library does; not Ctrl-C or an exit. Of
+    a module that an extra brings, which extra.
     """
     try:
         yield
     except (MantissaError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
+        if isinstance(error, ModuleNotFoundError) and (lacking := missing(error)) is not None:
+            raise lacking from None
         raise MantissaError(f"{where}: {describe_error(error)}; {advice}") from error
 
 
