@@ -71,9 +71,12 @@ def activation_values(x_NE: Tensor, fp8: Fp8Policy) -> Tensor:
 
 
 class _Nowhere:
-    """Where a forward without gradients keeps what its backward would need."""
+    """What a forward without gradients keeps for its backward goes here: nothing stays."""
 
     def save_for_backward(self, *_: Tensor | None) -> None:
+        pass
+
+    def __setattr__(self, name: str, value: object) -> None:
         pass
 
 

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from mantissa.algorithms.losses.base import Around, TokenLoss, bounded_ratio, clipped_surrogate
 from mantissa.base.config import Refusals
-from mantissa.precision import masked_sum
+from mantissa.precision import masked_mean
+
+
+def _of_whole_sequences(algorithm: Around, what: str) -> tuple[bool, str]:
+    """The refusal of rejection by token where ``what`` is of all tokens of a sequence."""
+    said = "for a whole sequence, and correction.reject_unit=token would take tokens out of it"
+    return algorithm.correction.reject_unit == "token", (
+        f"{what} {said}; reject by sequence_sum, sequence_mean or sequence_max"
+    )
 
 
 class DAPOConfig(TokenLoss):
@@ -76,17 +84,13 @@ class GSPOConfig(TokenLoss):
     verl_keys = {"clip_low": "actor.clip_ratio_low", "clip_high": "actor.clip_ratio_high"}  # noqa: RUF012 - never changed
 
     def refusals(self, algorithm: Around) -> Refusals:
-        yield (
-            algorithm.correction.reject_unit == "token",
-            "loss=gspo has one ratio for a whole sequence, and correction.reject_unit=token would take tokens out of "
-            "it; reject by sequence_sum, sequence_mean or sequence_max",
-        )
+        yield _of_whole_sequences(algorithm, "loss=gspo has one ratio")
 
     def of_tokens(
         self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor
     ) -> tuple[Tensor, Tensor]:
         difference = logp_BT.detach().double() - old_logp_BT.double()  # exact
-        mean_B1 = masked_sum(difference, mask_BT, -1).unsqueeze(-1) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
+        mean_B1 = masked_mean(difference, mask_BT, -1).unsqueeze(-1)
         # The value is the mean alone (logp less itself is 0); the gradient is this token's, and none beyond the clamp.
         log_ratio_BT = mean_B1.to(logp_BT.dtype) + (logp_BT - logp_BT.detach())
         surrogate, held = clipped_surrogate(log_ratio_BT, advantage_BT, self.clip_low, self.clip_high)
@@ -121,11 +125,7 @@ class GMPOConfig(TokenLoss):
         return True
 
     def refusals(self, algorithm: Around) -> Refusals:
-        yield (
-            algorithm.correction.reject_unit == "token",
-            "loss=gmpo has one mean for a whole sequence, and correction.reject_unit=token would take tokens out of "
-            "it; reject by sequence_sum, sequence_mean or sequence_max",
-        )
+        yield _of_whole_sequences(algorithm, "loss=gmpo has one mean")
 
     def of_tokens(
         self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor
@@ -135,7 +135,7 @@ class GMPOConfig(TokenLoss):
         held = sign * x > sign * x.clamp(-self.clip_low, self.clip_high)
         clipped = torch.where(held, x.clamp(-self.clip_low, self.clip_high), x)
         known = torch.where(x.isfinite(), clipped, torch.nan)  # no clip makes a number of what is unknown
-        mean_B1 = masked_sum(known, mask_BT, -1).unsqueeze(-1) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
+        mean_B1 = masked_mean(known, mask_BT, -1).unsqueeze(-1)
         # The value is the mean alone (logp less itself is 0); the gradient is this token's, none where it is held.
         through = torch.where(held, torch.zeros_like(logp_BT), logp_BT - logp_BT.detach())
         return -weight_BT * bounded_ratio(mean_B1.to(logp_BT.dtype) + through) * advantage_BT, held
