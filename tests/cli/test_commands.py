@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -280,18 +282,43 @@ def test_train_takes_out_for_run_dir(mantissa: Callable, recipe: Callable, tmp_p
 
 def test_progress_speaks_without_a_terminal_though_nothing_comes_back_to_say_so() -> None:
     said: list[str] = []
-    heart = Heartbeat(said.append, first=0.05, every=0.2)
+
+    def heard(count: int) -> list[str]:
+        for _ in range(600):
+            if len(said) < count:
+                time.sleep(0.05)
+        return said
+
+    heart = Heartbeat(said.append, first=0.3, every=0.3)
     heart.at("loading")
     heart.at("sampling")  # at once: only what is at work is said
-    time.sleep(0.12)
-    assert said == ["sampling"]
-    time.sleep(0.2)
-    assert said == ["sampling", "sampling"]
+    assert heard(2)[:2] == ["sampling", "sampling"]
     heart.at("")
-    time.sleep(0.25)
-    assert len(said) == 2
+    before = len(said)
+    time.sleep(0.4)
+    assert len(said) == before
     heart.heard()
     heart.at("scoring")
-    assert len(said) == 2
-    time.sleep(0.3)
-    assert said[2:] == ["scoring"]
+    assert len(said) == before
+    assert heard(before + 1)[before:] == ["scoring"]
+    heart.at("")
+
+
+def test_an_error_does_not_come_into_the_line_of_what_was_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which another thread writes, in two parts; here it takes its time between them."""
+    written, begun = list[str](), threading.Event()
+
+    def slowly(line: str) -> None:
+        written.append(line)
+        begun.set()
+        time.sleep(0.2)
+        written.append("end")
+
+    monkeypatch.setattr(cli, "_heart", Heartbeat(slowly, first=0.0))
+    monkeypatch.setattr(cli, "say", lambda line, err: written.append(line))
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    cli.progress("loading")
+    begun.wait(30)
+    with pytest.raises(SystemExit):
+        cli._fail("no such folder", 2)
+    assert written == ["loading", "end", "mantissa: error: no such folder"]

@@ -328,8 +328,8 @@ def main() -> None:
 def _fail(message: str, code: int) -> None:
     """One line on stderr, whatever is in the message, and the end."""
     line = f"mantissa: error: {printable(' '.join(message.split()))}"
+    progress("")  # the line of what was at work is wiped out, or is whole, and none comes into this one
     if sys.stderr.isatty():
-        progress("")  # the line of what was at work
         line = folded(line, shutil.get_terminal_size().columns)
     say(line, err=True)
     sys.exit(code)
