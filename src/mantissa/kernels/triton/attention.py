@@ -153,6 +153,19 @@ def _joined(
     return higher, total * before + sum * now, mixed * before[:, None] + more * now[:, None]
 
 
+@triton.jit
+def _place(
+    tiles: tl.tensor, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """This program's tile, row and key head, and of each of its queries the position and the head."""
+    pairs = tl.num_programs(0) // tiles  # of a row and a key head
+    tile = tiles - 1 - tl.program_id(0) // pairs  # the longest first
+    pair = tl.program_id(0) % pairs
+    kv_head = pair % KV_HEADS
+    r = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    return tile, (pair // KV_HEADS).to(tl.int64), kv_head, r // GROUP, kv_head * GROUP + r % GROUP
+
+
 @triton.jit(do_not_specialize=["queries", "keys", "tiles"])
 def _attention(
     q: tl.tensor, k: tl.tensor, v: tl.tensor, first: tl.tensor, out: tl.tensor, parts: tl.tensor, sums: tl.tensor,
@@ -161,12 +174,7 @@ def _attention(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    pairs = tl.num_programs(0) // tiles  # of a row and a key head
-    tile = tiles - 1 - tl.program_id(0) // pairs  # the longest first
-    pair = tl.program_id(0) % pairs
-    row, kv_head = (pair // KV_HEADS).to(tl.int64), pair % KV_HEADS
-    r = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    t, head = r // GROUP, kv_head * GROUP + r % GROUP
+    tile, row, kv_head, t, head = _place(tiles, GROUP, KV_HEADS, BLOCK_Q)
     start = tl.load(first + row)
     position = start + t
     d = tl.arange(0, BLOCK_D)
@@ -183,7 +191,7 @@ def _attention(
             q_tile, k + kv_base, v + kv_base, position, begin, tl.minimum(begin + CHUNK, end), limit, scale, SIZE,
             BLOCK_D, BLOCK_Q, BLOCK_K,
         )  # fmt: skip
-        place = tl.program_id(1).to(tl.int64) * (pairs // KV_HEADS * HEADS * queries) + query
+        place = tl.program_id(1).to(tl.int64) * (tl.num_programs(0) // tiles // KV_HEADS * HEADS * queries) + query
         tl.store(parts + place[:, None] * SIZE + d[None, :], mixed, mask=in_q)
         tl.store(sums + place * 2, largest, mask=t < queries)
         tl.store(sums + place * 2 + 1, total, mask=t < queries)
@@ -270,13 +278,7 @@ def _masked_attention(
     CAPPED: tl.constexpr, SINKS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    pairs = tl.num_programs(0) // tiles  # of a row and a key head
-    tile = tiles - 1 - tl.program_id(0) // pairs  # the longest first
-    pair = tl.program_id(0) % pairs
-    row, kv_head = (pair // KV_HEADS).to(tl.int64), pair % KV_HEADS
-    r = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    t, head = r // GROUP, kv_head * GROUP + r % GROUP
+    _, row, kv_head, t, head = _place(tiles, HEADS // KV_HEADS, KV_HEADS, BLOCK_Q)
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     in_q = t < queries
     query = (row * HEADS + head) * queries + t
