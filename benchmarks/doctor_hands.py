@@ -343,6 +343,7 @@ for _names, _kinds in (
 # mixture, whose seven kinds of its own no dump of f was of.
 # Names that the doctor had not when these kinds were first read.
 for _name, _kinds in (
+    ("unscored", "learner_ignores_a_token"),  # after f2's first row: read by its name as a prompt's, it is a 0 in place
     ("capacity", "expert_capacity expert_capacity_drops moe_capacity_drop"),
     ("smoothed", "label_smoothing"),
     ("turn", "history_rewritten earlier_span_stripped"),

@@ -269,3 +269,47 @@ def test_a_first_token_that_no_engine_scored_is_said_and_no_fault() -> None:
         found = lacking(name, place)
         assert found.fault is not None
         assert (found.verdict, found.fault.name) == (Verdict.FAULT, wanted), found.headline
+
+
+def test_tokens_that_an_engine_gave_no_number_here_and_there_are_said_and_no_fault() -> None:
+    """Where chance alone says which; where it is one word, one row in four or the learner's, it is a fault."""
+    plain, draw = dumps.healthy(16, 4, 16), np.random.default_rng(0)
+    word = int(plain[0].tokens[plain[0].prompt_length + 3])
+
+    def lacking(name: str, at: Callable[[int, Scored], np.ndarray]) -> Diagnosis:
+        rows = [
+            dataclasses.replace(s, **{name: np.where(at(n, s), np.nan, getattr(s, name))}) for n, s in enumerate(plain)
+        ]
+        return examine(dumps.dump_of(rows))
+
+    def by_chance(n: int, s: Scored) -> np.ndarray:
+        return draw.random(len(s.mask)) < 0.06
+
+    def in_some_rows(n: int, s: Scored) -> np.ndarray:
+        return (n % 4 == 0) & (draw.random(len(s.mask)) < 0.3)
+
+    def of_one_word(n: int, s: Scored) -> np.ndarray:
+        return s.tokens[s.prompt_length :] == word
+
+    healthy = lacking("rollout_logp", by_chance)
+    assert healthy.verdict is Verdict.HEALTHY, healthy.headline
+    assert "tokens here and there, compared without them" in healthy.headline
+    assert healthy.figures["tokens"] < 64 * 16
+    for name, at in (("rollout_logp", in_some_rows), ("rollout_logp", of_one_word), ("learner_logp", by_chance)):
+        found = lacking(name, at)
+        assert found.fault is not None, found.headline
+        assert (found.verdict, found.fault.name) == (Verdict.FAULT, "unscored"), found.headline
+        assert (f"every token with id {word}" in found.headline) is (at is of_one_word)
+
+
+def test_one_sequence_of_sums_counts_beside_healthy_ones_alone() -> None:
+    rows = list(SIZES["small"])
+    rows[3] = dataclasses.replace(rows[3], learner_logp=np.cumsum(rows[3].rollout_logp))
+    found = examine(dumps.dump_of(rows, rollout_format="bf16", learner_format="bf16", experts=False))
+    assert found.fault is not None
+    assert found.fault.name == "summed", found.headline
+    broken = [
+        dataclasses.replace(s, learner_logp=s.learner_logp[::-1] * 3) if n != 3 else s for n, s in enumerate(rows)
+    ]
+    found = examine(dumps.dump_of(broken, rollout_format="bf16", learner_format="bf16", experts=False))
+    assert found.fault is None or found.fault.name != "summed", found.headline

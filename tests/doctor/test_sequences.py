@@ -98,3 +98,19 @@ def test_tokens_that_are_all_certain_and_alike_are_healthy() -> None:
     off = [dataclasses.replace(each, learner_logp=each.learner_logp - 5e-3) for each in sure]
     large = examine(dumps.dump_of(off, rollout_format="bf16", learner_format="bf16"))
     assert large.verdict is not Verdict.HEALTHY
+
+
+def test_what_begins_with_a_second_turn_is_at_no_position() -> None:
+    """Behind the place where it begins on average, sequences of a single turn are healthy."""
+    draw = np.random.default_rng(0)
+
+    def talk(n: int, s: Scored) -> Scored:
+        at, mask, y = 6 + n % 6, s.mask.copy(), s.learner_logp.copy()
+        if n % 6:
+            mask[at : at + 5] = False
+            y[at:] -= np.abs(draw.normal(0, 0.8, len(y) - at))
+        return dataclasses.replace(s, mask=mask, learner_logp=y)
+
+    found = examine(dumps.dump_of([talk(n, s) for n, s in enumerate(dumps.healthy(16, 4, 32))]))
+    names = [each.name for each in (found.fault, found.second) if each is not None]
+    assert not {"position", "onset"} & set(names), found.headline

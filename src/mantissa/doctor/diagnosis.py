@@ -11,10 +11,6 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
-from pydantic import Field
-
-from mantissa.base.config import Config
-
 Which = Literal["rollout", "learner"]  # of the two sides
 
 
@@ -227,9 +223,3 @@ class Diagnosis:
     why: str = ""
     fillers: tuple[Filler, ...] = ()
     candidates: tuple[Finding, ...] = ()
-
-
-class DoctorConfig(Config):
-    """The doctor in a run: a diagnosis of the step's log-probs in the run's folder and report (docs/doctor.md)."""
-
-    every: int = Field(10, ge=1, description="Steps between diagnoses; the first and the last step always have one.")

@@ -141,8 +141,12 @@ class Evidence:
     @cached_property
     def places(self) -> Array:
         """int64 [N]: where in ``texts`` each compared token is."""
+        return self.places_of(self.clean)
+
+    def places_of(self, tokens: Tokens) -> Array:
+        """int64: where in ``texts`` each of ``tokens`` is."""
         prompts = np.array([each.prompt_length for each in self.dump.sequences], dtype=np.int64)
-        return (self.begins + prompts)[self.clean.sequence] + self.clean.position
+        return (self.begins + prompts)[tokens.sequence] + tokens.position
 
     def explained(self, rest_N: Array) -> float:
         """The share of sum d^2 that a hypothesis explains which leaves ``rest_N``.

@@ -55,7 +55,7 @@ from mantissa.doctor.facts import (
     part,
     usual_of,
 )
-from mantissa.doctor.fields import copied, distinct, without_firsts
+from mantissa.doctor.fields import copied, distinct, without_firsts, without_holes
 from mantissa.doctor.sample import SIDES, Array, Tokens, different
 from mantissa.doctor.sequences import seen_in_a_quarter, tokens_fly
 from mantissa.doctor.signatures import causes, findings, judged
@@ -70,13 +70,15 @@ def examine(dump: Dump) -> Diagnosis:
     """
     dump, again = distinct(dump)
     dump, firsts = without_firsts(dump)
+    dump, holes = without_holes(dump)
     evidence = Evidence.of(dump, usual_of(dump.settings).bound)
     found = _routed(evidence)
     said = [words.twice(again, again + len(dump.sequences))] if again else []
     copies, of_these = copied(evidence.clean)
     if COPIED * of_these < copies < of_these:
         said.append(words.copies(copies, of_these))
-    headline = f"{words.firsts(firsts)}; {found.headline}" if firsts else found.headline
+    missing = [words.firsts(firsts)] * (firsts > 0) + [words.holes(holes)] * (holes > 0)
+    headline = "; ".join([*missing, found.headline])
     return replace(found, headline=headline, remarks=(*said, *found.remarks))
 
 

@@ -9,12 +9,12 @@ of a healthy gap in the formats at hand (``facts.usual``).
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
 from mantissa.base.readers.yaml import read_shipped
 from mantissa.doctor.diagnosis import CauseKind, Which
@@ -22,18 +22,16 @@ from mantissa.doctor.dump import Settings
 from mantissa.mismatch.usual import Usual, usual
 
 
-class _Row(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Mixture(_Row):
+@dataclass(frozen=True)
+class Mixture:
     """Share of uncertain tokens that a healthy mixture of experts has beyond the usual of its formats, at most."""
 
     beyond: float
     source: str
 
 
-class Part(_Row):
+@dataclass(frozen=True)
+class Part:
     """What a signature is in a verdict.
 
     ``of``: it says what the ``value`` of a log-prob is, that one ``law`` moves all, or at which ``place`` they differ;
@@ -56,7 +54,8 @@ class Part(_Row):
     alone: bool = False
 
 
-class Fault(_Row):
+@dataclass(frozen=True)
+class Fault:
     """A signature. ``remedies``: the most fitting first; ``larger``: where the gap is beyond what fp8 makes, which
     another precision cannot explain, these instead. ``decide``: what tells apart the causes that log-probs
     cannot, empty where there is one; ``rest``: what it is where a model gives one side's log-probs back and no cause.
@@ -69,10 +68,11 @@ class Fault(_Row):
     decide: str = ""
     rest: str = "no cause that was tried explains it"
     verdict: Part = Part()
-    bounds: dict[str, int | float | tuple[int | float, ...]] = {}
+    bounds: dict[str, int | float | tuple[int | float, ...]] = field(default_factory=dict)
 
 
-class OfModel(_Row):
+@dataclass(frozen=True)
+class OfModel:
     """A cause that a model tells: ``said``, a format string; ``remedies``, of either side or of each.
 
     ``tried``: where a fault is open, fields of a side that it changes, and ``what`` says them. ``turn``: the smallest
@@ -90,14 +90,16 @@ class OfModel(_Row):
         return self.remedies[str(side)] if isinstance(self.remedies, dict) else self.remedies
 
 
-class Remedy(_Row):
+@dataclass(frozen=True)
+class Remedy:
     """What to do, and the keys for it by framework."""
 
     do: str
-    keys: dict[str, tuple[str, ...]] = {}
+    keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-class Facts(_Row):
+@dataclass(frozen=True)
+class Facts:
     """All of the table."""
 
     mixture: Mixture
@@ -108,8 +110,26 @@ class Facts(_Row):
 
 @functools.cache
 def facts() -> Facts:
-    """The table, read once."""
-    return Facts(**read_shipped(Path(__file__).with_name("facts.yaml")))
+    """The table, read once; a field that no row of its kind has is an error."""
+    given = unchanging(read_shipped(Path(__file__).with_name("facts.yaml")))
+    return Facts(
+        Mixture(**given["mixture"]),
+        {name: Fault(**row | {"verdict": _part(row.get("verdict", {}))}) for name, row in given["faults"].items()},
+        {CauseKind(name): OfModel(**row) for name, row in given["causes"].items()},
+        {name: Remedy(**row) for name, row in given["remedies"].items()},
+    )
+
+
+def _part(row: dict[str, Any]) -> Part:
+    tries = row.get("tries")
+    return Part(**row | {"tries": None if tries is None else tuple(map(CauseKind, tries))})
+
+
+def unchanging(value: Any) -> Any:
+    """A table's value with tuples for its lists."""
+    if isinstance(value, dict):
+        return {key: unchanging(each) for key, each in value.items()}
+    return tuple(map(unchanging, value)) if isinstance(value, list) else value
 
 
 def part(signature: str) -> Part:
@@ -170,8 +190,8 @@ SINGLE = (3.0, 0.5)  # times the usual, with single tokens; of which more than s
 # what a name needs (signatures.py); by four sets of dumps of other hands, each left out in turn
 ALONE = ("end_token", "first_token", "turn", "onset", "padding", "capacity")  # the others are healthy
 MOST_OF_IT = 0.75  # of sum d^2, that such a place holds: right ones held 0.89 and more, wrong ones 0.24 to 0.69
-BY_SIGN = ("support", "logit_bias", "min_tokens")  # laws that claim a sign
-SURELY_LAW = 0.01  # their p: wrong ones had 0.03, right ones 0.002
+BY_LITTLE = ("support", "logit_bias", "min_tokens", "onset")  # laws that claim a sign, and a step of few contexts
+SURELY_SO = 0.01  # their p: wrong ones had 0.02 and 0.03, right ones 0.002
 NEAR = 0.9  # of the gap: a line or a curve that explains so much is as good as the law
 IN_CONTEXT = (
     5.0  # standard errors, of how words of one context move with their log-prob: laws have up to 2.2 (one of 4)
@@ -182,6 +202,7 @@ ONE_NUMBER = 0.25  # of their median, the quartiles' distance: a smoothed loss h
 APART = 4.0  # times: the padded prompts' sizes over the longest's
 BY_LENGTH = 0.4  # rank correlation of sequences' sizes with their prompts' lengths
 FIRST_ONES = 0.75  # of the tokens at whose beginning an end is ruled out: half of those that differ lie before
+FEW_ROWS = 3  # sequences on either side, for a doubt by them
 IN_MOST = 0.05  # of the size at a place, the median sequence's there: where some rows alone differ it is rounding's
 ZEROS = 0.95  # of the tokens beyond the usual, exactly 0 on one side: cut laws have up to 0.87
 STRANGERS = 0.2  # rank correlation of both sides' log-probs: of other tokens up to 0.16, of a broken model 0.28

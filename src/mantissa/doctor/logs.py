@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
 from mantissa.base.bounds import boundary
 from mantissa.base.errors import MantissaError, nearest
@@ -34,6 +33,7 @@ from mantissa.base.readers.csv import read_csv
 from mantissa.base.readers.events import read_events
 from mantissa.base.readers.json import DOCUMENT, ROW, parse_json, read_json, read_lines
 from mantissa.base.readers.yaml import read_shipped
+from mantissa.doctor.facts import unchanging
 from mantissa.mismatch.usual import Usual, usual
 
 
@@ -68,37 +68,37 @@ class Role(StrEnum):
     LOSS_SCALE = "loss_scale"
 
 
-class Program(BaseModel):
+@dataclass(frozen=True)
+class Program:
     """One program's names, where they are from, and what to record next."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     source: str
     names: dict[Role, str]
     record: str
     more: str
 
 
-class Mark(BaseModel):
+@dataclass(frozen=True)
+class Mark:
     """A mean of the gap beyond which it is too large in bf16."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     bf16: float
     source: str
 
 
-class Shown(BaseModel):
+@dataclass(frozen=True)
+class Shown:
     """What a curve shows, in words."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     title: str
     likely: str
     absent: str
 
 
-class Table(BaseModel):
+@dataclass(frozen=True)
+class Table:
     """All of ``curves.yaml``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     programs: dict[str, Program]
     loss_scales: tuple[str, ...]
     marks: dict[Role, Mark]
@@ -108,7 +108,17 @@ class Table(BaseModel):
 @functools.cache
 def table() -> Table:
     """The table, read once."""
-    return Table(**read_shipped(Path(__file__).with_name("curves.yaml")))
+    given = unchanging(read_shipped(Path(__file__).with_name("curves.yaml")))
+    return Table(
+        {name: Program(**row | {"names": _by_role(row["names"])}) for name, row in given["programs"].items()},
+        given["loss_scales"],
+        _by_role({name: Mark(**row) for name, row in given["marks"].items()}),
+        {name: Shown(**row) for name, row in given["faults"].items()},
+    )
+
+
+def _by_role(row: dict[str, Any]) -> dict[Role, Any]:
+    return {Role(name): each for name, each in row.items()}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ Legend: B dumps that are fitted together, K sequences; S sequences of L tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -358,7 +358,7 @@ def _total(steps: Array) -> Array:
 def turn(e: Evidence, tests: int) -> Finding:
     """Healthy up to the first place where nothing was scored (a tool's answer), and far beyond at or behind it."""
     t, b = e.clean.telling, of("turn")
-    number, near = (values[e.telling] for values in _turns(e))
+    number, near = (values[e.telling] for values in turns(e))
     if min(different(t.unit[part]) for part in (number == 0, number > 0)) < FEWEST:
         return untested("turn", f"fewer than {FEWEST} sequences have a turn after a part that was not scored")
     best: Finding | None = None
@@ -373,13 +373,14 @@ def turn(e: Evidence, tests: int) -> Finding:
         everywhere = np.zeros(len(e.clean.u), dtype=bool)
         everywhere[np.flatnonzero(e.telling)[at]] = True
         made = times_as("turn", found, e.beyond(t.where(at), rest, tests), rest.size, said,
-                        rest.size <= e.usual / b.quiet, claimed(e, everywhere))  # fmt: skip
-        if best is None or made.p < best.p:
-            best = made
+                        rest.size <= e.usual, claimed(e, everywhere))  # fmt: skip
+        share = e.explained(claimed(e, everywhere))
+        if best is None or (made.p, -share) < (best.p, -best.share):
+            best = replace(made, share=share)
     return best or few("turn", t.units)
 
 
-def _turns(e: Evidence) -> tuple[Array, Array]:
+def turns(e: Evidence) -> tuple[Array, Array]:
     """int64 [N] and bool [N]: how many parts that were not scored lie before each token in its response; and whether it
     is one of the two on either side of such a part."""
     numbers, near = list[Array](), list[Array]()

@@ -39,10 +39,11 @@ from mantissa.doctor.facts import (
     APART,
     AS_MUCH,
     BY_LENGTH,
-    BY_SIGN,
+    BY_LITTLE,
     ENOUGH,
     FAR,
     FEW_OUT,
+    FEW_ROWS,
     FEWEST,
     FIRST_ONES,
     IN_CONTEXT,
@@ -56,7 +57,7 @@ from mantissa.doctor.facts import (
     SAME_ODDS,
     SECOND,
     STRANGERS,
-    SURELY_LAW,
+    SURELY_SO,
     TOGETHER,
     VAGUE,
     ZEROS,
@@ -293,8 +294,8 @@ def _doubt(e: Evidence, every: Sequence[Finding], named: Sequence[Finding]) -> s
         return _consequence(e, every, named)
     if first.name in ALONE and 0 < first.share < MOST_OF_IT:
         return f"{1 - first.share:.0%} of the squared gap is elsewhere"
-    if first.name in BY_SIGN and first.p > SURELY_LAW:
-        return f"signs are so once in {1 / first.p:.0f} gaps of other causes"
+    if first.name in BY_LITTLE and first.p > SURELY_SO:
+        return f"one of {1 / first.p:.0f} gaps of other causes is so"
     need = _NEEDS.get(first.name)
     return need(e, first) if need else ""
 
@@ -395,12 +396,23 @@ def _unrelated(e: Evidence, found: Finding) -> str:
 
 def _in_most(e: Evidence, found: Finding) -> str:
     """What differs from a position or a turn on does so in most sequences that have one; where a few alone do, their
-    texts, rows or engines are as likely."""
+    texts, rows or engines are as likely. And a position is one before a second turn, too."""
     at = np.isnan(found.rest) & e.telling
+    whole, sizes = _sizes(e, at)
+    if len(sizes) and np.median(sizes) < IN_MOST * whole:
+        return "it is in some of the sequences alone"
+    number = sequences.turns(e)[0]
+    before, behind = (_sizes(e, at & part)[1] for part in (number == 0, number > 0))
+    told = found.name != "turn" and min(len(before), len(behind)) >= FEW_ROWS
+    if told and np.median(before) <= e.usual / 2 and np.median(behind) > e.usual:
+        return "behind it tokens of the first turn are healthy, and those of a later one are not"
+    return ""
+
+
+def _sizes(e: Evidence, at: np.ndarray) -> tuple[float, np.ndarray]:
+    """The size of u of the tokens ``at`` some places, and that of each sequence which has one."""
     count, square = (np.bincount(e.clean.sequence[at], of[at]) for of in (np.ones(len(at)), np.square(e.clean.u)))
-    sizes = np.sqrt(square[count > 0] / count[count > 0])
-    whole = float(np.sqrt(square.sum() / max(count.sum(), 1)))
-    return "it is in some of the sequences alone" if len(sizes) and np.median(sizes) < IN_MOST * whole else ""
+    return float(np.sqrt(square.sum() / max(count.sum(), 1))), np.sqrt(square[count > 0] / count[count > 0])
 
 
 def _single(e: Evidence, found: Finding) -> str:
@@ -410,7 +422,7 @@ def _single(e: Evidence, found: Finding) -> str:
 _NEEDS: dict[str, Callable[[Evidence, Finding], str]] = {
     "support": _support, "logit_bias": _logit_bias, "soft_cap": _soft_cap, "padding": _padding,
     "min_tokens": _min_tokens, "single_tokens": _single, "unrelated": _unrelated,
-    "position": _in_most, "turn": _in_most,
+    "position": _in_most, "turn": _in_most, "onset": _in_most,
 }  # fmt: skip
 
 

@@ -63,7 +63,8 @@ def _runs(e: Evidence, missing: Array) -> tuple[Array, Array]:
     """bool [all] twice: of missing numbers, those that an overflow can have left out, and those at last tokens alone.
 
     What is there again after some tokens was left out on purpose, and so was what is missing at one place in every
-    sequence (the first token, all from the fortieth on).
+    sequence (the first token, all from the fortieth on). Beside such holes, ends as short as these make by chance are
+    none of an overflow's.
     """
     overflow, last = np.zeros(len(missing), dtype=bool), np.zeros(len(missing), dtype=bool)
     begins = missing & ~(np.roll(missing, 1) & (np.diff(e.all.sequence, prepend=-1) == 0))
@@ -73,6 +74,9 @@ def _runs(e: Evidence, missing: Array) -> tuple[Array, Array]:
             overflow[begin : end + 1] = True
             last[begin] = begin == end
     overflow &= ~_everywhere(e, missing)
+    holes = float((missing & ~overflow).sum()) / max(1.0, float((~overflow).sum()))
+    length = np.bincount(e.all.sequence, overflow)
+    overflow &= ~((holes**length * len(length) > LEVEL) & (length > 0))[e.all.sequence]
     few_last = last.sum() < of("unscored").last * max(1, missing.sum())
     return (overflow, last) if few_last else (np.zeros_like(last), last)
 
@@ -125,8 +129,16 @@ def unscored(e: Evidence, tests: int, name: str = "unscored") -> Finding:
     last = float((e.all.left[one] == 0).mean()) if share else 0.0
     there = share > 0 and (last >= of("unscored").last) == (name == "end_token") and not _unnormalised(e)[0]
     said = f"{share:.2%} of tokens are scored on one side only" + (f", {last:.0%} of them last ones" if share else "")
-    said = "; ".join([said, *map(str, e.filled.fillers)])
+    said = "; ".join([said + _of_word(e, one), *map(str, e.filled.fillers)])
     return Finding(name, True, 0.0 if there else 1.0, share if there else 0.0, "of tokens", 0.0, said, exact=True)
+
+
+def _of_word(e: Evidence, one: Array) -> str:
+    """Which word they are, where they are all of its tokens and no other's: a loss that ignores its id, say."""
+    words = e.texts[e.places_of(e.all)]
+    found = np.unique(words[one])
+    every = len(found) == 1 and one.sum() >= of("unscored").sequences and bool(one[words == found[0]].all())
+    return f": every token with id {found[0]}, and no other" if every else ""
 
 
 def _unnormalised(e: Evidence) -> tuple[str, Array]:

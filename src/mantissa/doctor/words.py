@@ -281,6 +281,11 @@ def firsts(tokens: int) -> str:
     return f"the rollout has no log-prob of the first token of each response: {tokens:,} tokens, compared without them"
 
 
+def holes(tokens: int) -> str:
+    """What no engine's number stands for, here and there."""
+    return f"the rollout has no log-prob of {tokens:,} tokens here and there, compared without them"
+
+
 def copies(equal: int, sequences: int) -> str:
     """Sequences that are one side's, saved twice."""
     return f"{equal:,} of {sequences:,} sequences are equal on both sides to the last bit, and others are not: copies"

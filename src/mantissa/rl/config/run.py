@@ -15,7 +15,6 @@ from mantissa.base.bounds import LARGEST_SEED, boundary
 from mantissa.base.config import PLAIN, Config, Refusals
 from mantissa.base.errors import MantissaError, nearest
 from mantissa.base.readers.yaml import find_recipe, parse_yaml, read_yaml
-from mantissa.doctor.diagnosis import DoctorConfig
 from mantissa.guard import GuardConfig
 from mantissa.precision import DIAL, SCHEMES, PrecisionPolicy
 from mantissa.rl.config.sections import (
@@ -35,6 +34,12 @@ from mantissa.rollout import LEAST_TEMPERATURE, MOST_TOLD, untold_support
 from mantissa.rollout.support import ignored
 from mantissa.tasks import CodeConfig, TaskConfig
 from mantissa.training.optimizer import check_masters
+
+
+class DoctorConfig(Config):
+    """The doctor in a run: a diagnosis of the step's log-probs in the run's folder and report (docs/doctor.md)."""
+
+    every: int = Field(10, ge=1, description="Steps between diagnoses; the first and the last step always have one.")
 
 
 class RunConfig(Config):
