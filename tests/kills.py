@@ -126,7 +126,9 @@ class Rig:
             instants += [self.rng.uniform(0, whole) for _ in range(self.rng.choice((0, 0, 1, 2)))]
             try:
                 for instant in instants[: wanted - kills]:
-                    hits += self._kill(command, folder, hits > 0, instant, new)
+                    if not self._kill(command, folder, hits > 0, instant, new):
+                        break  # it had ended: what is given now is no first command, and nothing is left to kill
+                    hits += 1
                 _compare(expected, self.finish(command, folder, again=True))
             except FailedError as failure:
                 failures.append(f"{folder}, killed at {', '.join(f'{i:.2f}' for i in instants)} s: {failure}")

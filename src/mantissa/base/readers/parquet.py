@@ -257,7 +257,7 @@ def open_parquet(path: Path, where: str, limits: Limits = LIMITS) -> Iterator[Ta
             with _opened(path, limits) as table:
                 yield table
         else:
-            with child.lent("pyarrow.parquet", __name__) as reader:
+            with child.lent("pyarrow.parquet", __name__, source=str(path)) as reader:
                 yield _Apart(reader, path, where, limits, spent)
 
 
