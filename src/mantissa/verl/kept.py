@@ -30,7 +30,7 @@ _NAMED = ("global_steps", "index", "session_id")  # of each sample: what its see
 
 
 def named_beside(config: Any, step: int) -> dict[str, Any]:
-    """What goes beside the batch of ``step``: nothing, but for the one that is to be kept. ``config``: verl's, whole."""
+    """What goes beside the batch of ``step``: nothing but for the one to be kept. ``config``: verl's, whole."""
     asked = get(config, KEY)
     if asked is None or int(asked) != step:
         return {}
@@ -114,7 +114,7 @@ class Keeping:
 
 def _plain(value: Any) -> Any:
     """A value as the agent loop had it: what travels beside tensors comes back wrapped."""
-    value = getattr(value, "data", value) if not isinstance(value, Tensor) else value
+    value = value.data if type(value).__name__ == "NonTensorData" else value
     return value.item() if hasattr(value, "item") else value
 
 

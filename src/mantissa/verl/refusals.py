@@ -229,7 +229,7 @@ def _not_certified(value: Value) -> Iterator[Refused]:
         if not said and found not in (*fine, _NULL):
             said = f"expected {_full(name)}={fine[0]}, for its draws and scores are made again; it is {found}"
     if said:
-        yield Refused(key, given, "mantissa certify", said)
+        yield Refused(key, given, f"actor.strategy={_word(value('actor.strategy'))}", said)
 
 
 def before_workers(config: Any) -> None:
