@@ -113,7 +113,7 @@ def test_each_row_is_of_a_key_that_somebody_may_set() -> None:
         ({**OURS, "trainer.certify": "0"}, "trainer.certify", "expected the number of a step"),
         ({**OURS, "trainer.certify": "3", "trainer.save_freq": "4"}, "trainer.certify", "the step after a checkpoint"),
         ({**OURS, "trainer.certify": "2", "trainer.save_freq": "-1"}, "trainer.certify", "the step after a checkpoint"),
-        ({**OURS, "trainer.certify": "1", "trainer.use_v1": "False"}, "trainer.certify", "expected trainer.use_v1=true"),
+        ({**OURS, "trainer.certify": "1", "trainer.use_v1": "False"}, "trainer.certify", "trainer.use_v1=true"),
         ({**FSDP2, "trainer.certify": "1", "rollout.name": "vllm"}, "trainer.certify", "rollout.name=mantissa"),
         ({**FSDP2, "actor.fsdp_config.qat.enable": "True"}, "actor.fsdp_config.qat.enable", "strategy=fsdp2"),
         ({**FSDP2, "actor.fsdp_config.model_dtype": "bf16"}, "actor.fsdp_config.model_dtype", "masters"),

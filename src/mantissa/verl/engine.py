@@ -54,7 +54,7 @@ from mantissa.training import Backward, OptimizerStep, adamw, master_weights, wh
 from mantissa.verl.batch import Rows, by_temperature
 from mantissa.verl.checkpoint import Checkpoints
 from mantissa.verl.flowrl import FlowRL
-from mantissa.verl.kept import BESIDE, Keeper, Keeping
+from mantissa.verl.kept import BESIDE, Keeper
 from mantissa.verl.options import EngineOptions, Schedule
 from mantissa.verl.refusals import (
     get,
@@ -115,7 +115,6 @@ class MantissaEngine(BaseEngine):
     is_param_offload_enabled = is_optimizer_offload_enabled = False
     module: Decoder | TransformersPolicy
     kernels: Kernels
-    keeping: Keeping | None
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         super().__init__()
@@ -134,7 +133,7 @@ class MantissaEngine(BaseEngine):
         self.mode: str | None = None
         self.flowrl: _Head | None = None
         self.sent = -1  # updates of the weights that were last given to a rollout
-        self.keeper, self.keeping = Keeper(), None
+        self.keeper = Keeper(str(model_config.local_path), self.ranks.rank)
         self.device = torch.device("cpu" if get_device_name() == "cpu" else f"cuda:{torch.cuda.current_device()}")
 
     # made
@@ -281,10 +280,10 @@ class MantissaEngine(BaseEngine):
         maybe_fix_3d_position_ids(data)
         micro_batches, indices = self._split(data)
         outputs: list[dict[str, Any]] = []
-        keeping = self.keeper.begins(self._flag(data, BESIDE), self.model_config.local_path, self.ranks.rank)
+        self.keeper.begin(self._flag(data, BESIDE))
 
         def backward(scale: float) -> Tensor:
-            self.keeping = None if keeping is None else keeping.anew()
+            self.keeper.anew()
             outputs.clear()  # a repeated backward counts once
             total = torch.zeros((), device=self.device)
             for micro in micro_batches:
@@ -298,9 +297,7 @@ class MantissaEngine(BaseEngine):
             return total
 
         outcome = self.step.run(backward)
-        if self.keeping is not None:
-            self.keeping.write()
-            self.keeping = None
+        self.keeper.write()
         output: dict[str, Any] = postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
         for name in [name for name in output["metrics"] if name.startswith("mantissa/logprobs_")]:
             output["metrics"][name] = [self.ranks.sum_of(sum(output["metrics"][name]))]  # verl takes a mean
@@ -354,8 +351,7 @@ class MantissaEngine(BaseEngine):
         if head is not None and loss_function is not None and prompt_BE is not None:
             loss_function = head.wrap(loss_function, self.step.updates, lambda _: prompt_BE)
         given = {"log_probs": rows.jagged(passed.logp_N)}
-        if self.keeping is not None:
-            self.keeping.add(micro, rows, passed.logp_N)
+        self.keeper.add(micro, rows, passed.logp_N)
         if passed.entropy_N is not None:
             given["entropy"] = rows.jagged(passed.entropy_N)
         loss = torch.ones((), device=self.device)

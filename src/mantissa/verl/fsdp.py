@@ -33,7 +33,7 @@ from mantissa.base.readers.json import read_json
 from mantissa.training import OptimizerStep, StepOutcome
 from mantissa.verl.batch import Rows
 from mantissa.verl.flowrl import FlowRL
-from mantissa.verl.kept import BESIDE, Keeper, Keeping
+from mantissa.verl.kept import BESIDE, Keeper
 from mantissa.verl.options import fsdp2_options
 from mantissa.verl.refusals import of_section, refuse
 
@@ -99,7 +99,6 @@ class MantissaFsdp2(CpuFsdp2):
 
     step: OptimizerStep
     flowrl: FlowRL | None = None
-    keeping: Keeping | None = None
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         self.options = fsdp2_options(engine_config.mixed_precision)
@@ -107,7 +106,7 @@ class MantissaFsdp2(CpuFsdp2):
         # the name by which verl's code knows what to build
         engine_config = dataclasses.replace(engine_config, strategy="fsdp2")
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
-        self.keeper = Keeper()
+        self.keeper = Keeper(str(model_config.local_path), self.rank)
 
     def initialize(self) -> None:
         super().initialize()
@@ -142,13 +141,12 @@ class MantissaFsdp2(CpuFsdp2):
         maybe_fix_3d_position_ids(data)
         draws = _Draws() if self.options.format.needs_loss_scaling else None
         outputs: dict[str, Any] = {}
-        asked = tu.get_non_tensor_data(data=data, key=BESIDE, default=False)
-        keeping = self.keeper.begins(asked, self.model_config.local_path, self.rank)
+        self.keeper.begin(tu.get_non_tensor_data(data=data, key=BESIDE, default=False))
 
         def backward(scale: float) -> Tensor:
             if draws is not None:
                 draws.again()
-            self.keeping = None if keeping is None else keeping.anew()
+            self.keeper.anew()
             outputs.clear()  # what a repeated backward says counts once
             outputs.update(self.forward_backward_batch(data, loss_function, forward_only=False))
             if self.flowrl is not None:
@@ -156,9 +154,7 @@ class MantissaFsdp2(CpuFsdp2):
             return torch.tensor(outputs["loss"]).sum()
 
         outcome = self.step.run(backward)
-        if self.keeping is not None:
-            self.keeping.write()
-            self.keeping = None
+        self.keeper.write()
         if self.is_mp_src_rank_with_outputs():
             outputs["metrics"] |= {"grad_norm": outcome.grad_norm, **_metrics(outcome, self.step)}
         return outputs
@@ -170,9 +166,9 @@ class MantissaFsdp2(CpuFsdp2):
             wrapped = self.flowrl.wrap(loss_function, self.step.updates)
             with self.flowrl.watching():
                 found = super().forward_step(micro_batch, wrapped, forward_only)
-        if self.keeping is not None:
+        if self.keeper.keeps:
             rows = Rows.of(micro_batch)
-            self.keeping.add(micro_batch, rows, found[1]["model_output"]["log_probs"].values()[rows.place_N])
+            self.keeper.add(micro_batch, rows, found[1]["model_output"]["log_probs"].values()[rows.place_N])
         return found
 
     def optimizer_step(self) -> float:

@@ -9,7 +9,6 @@ of lie in the checkpoint before that step, or are the model's own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,22 +57,34 @@ def _precision(section: Any) -> dict[str, Any]:
     return {**setup.policy, "train": fsdp2_options(get(engine, "mixed_precision")).format.name}
 
 
-@dataclass
-class Keeping:
-    """Of one rank's update. ``add`` what each forward is of; ``write`` when it is done."""
+class Keeper:
+    """Of one rank of the learner, whose model began as what lies at ``model``: the first update of the step that is to
+    be kept, for later ones have other weights. ``begin``, ``add`` what each forward is of, ``write``."""
 
-    asked: Mapping[str, Any]
-    model: str
-    rank: int
-    sequences: list[Sequence]
+    def __init__(self, model: str, rank: int) -> None:
+        self.model, self.rank = model, rank
+        self._asked: Mapping[str, Any] = {}  # of the update that goes on; empty where it is not kept
+        self._written = 0  # the step
+        self._sequences: list[Sequence] = []
 
-    def anew(self) -> Keeping:
-        """Without sequences: a backward that is repeated adds them again."""
-        return replace(self, sequences=[])
+    def begin(self, asked: Any) -> None:
+        """An update. ``asked``: what is beside its batch, or False."""
+        self._asked = asked if asked and asked["step"] != self._written else {}
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the update that goes on is kept."""
+        return bool(self._asked)
+
+    def anew(self) -> None:
+        """A backward, which may be repeated: its forwards are added again."""
+        self._sequences = []
 
     def add(self, micro: Any, rows: Rows, logp_N: Tensor) -> None:
         """A micro-batch, and the log-probs of its response tokens. Left out are rows with tokens that the policy did
         not write."""
+        if not self.keeps:
+            return
         lengths = rows.sequences.mask_BR.sum(1).tolist()
         sides = (micro["rollout_log_probs"].values(), micro["old_log_probs"].values(), logp_N.detach())
         columns = [each.float().cpu().split(lengths) for each in sides]
@@ -85,28 +96,32 @@ class Keeping:
                 continue
             sample = dict(zip(_NAMED, (each[row] for each in fields), strict=True))
             rollout, rescoring, update = (hexed(each[row].tolist()) for each in columns)
-            self.sequences.append(
+            self._sequences.append(
                 Sequence(
-                    prompt=tuple(prompt), seed=request_seed(self.asked["seed"], seed_of(sample), prompt),
+                    prompt=tuple(prompt), seed=request_seed(self._asked["seed"], seed_of(sample), prompt),
                     response=tuple(response), rollout=rollout, rescoring=rescoring, update=update,
                 )
             )  # fmt: skip
 
     def write(self) -> None:
         """The rank's file, whole or not at all; none where it has no sequence."""
-        if not self.sequences:
+        asked, self._asked = self._asked, {}
+        if not asked:
+            return
+        self._written = asked["step"]
+        if not self._sequences:
             return
         kept = Kept(
             kept="mantissa kept batch",
             version=1,
-            step=self.asked["step"],
+            step=asked["step"],
             model=self.model,
-            precision=self.asked["precision"],
+            precision=asked["precision"],
             threads=torch.get_num_threads(),
-            sampling=Sampling(**self.asked["sampling"]),
-            sequences=tuple(self.sequences),
+            sampling=Sampling(**asked["sampling"]),
+            sequences=tuple(self._sequences),
         )
-        path = Path(self.asked["folder"]) / f"rank-{self.rank}.json"
+        path = Path(asked["folder"]) / f"rank-{self.rank}.json"
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, kept.model_dump_json(indent=1) + "\n")
@@ -116,18 +131,3 @@ def _plain(value: Any) -> Any:
     """A value as the agent loop had it: what travels beside tensors comes back wrapped."""
     value = value.data if type(value).__name__ == "NonTensorData" else value
     return value.item() if hasattr(value, "item") else value
-
-
-class Keeper:
-    """Of one rank: the one step that it keeps."""
-
-    def __init__(self) -> None:
-        self._kept = 0  # its number
-
-    def begins(self, asked: Any, model: str, rank: int) -> Keeping | None:
-        """For an update: only the first of the step has the weights that sampled it. ``asked``: what is beside the
-        batch, or False."""
-        if not asked or asked["step"] == self._kept:
-            return None
-        self._kept = asked["step"]
-        return Keeping(asked, model, rank, [])
