@@ -1,15 +1,12 @@
 """What it costs to read parquet in a process of its own: the same rows read there, here, and by pyarrow alone.
 
-    PYTHONPATH=src:benchmarks python benchmarks/apart.py [--rows 200000] [--pairs 5] [--record]
-
 Two files: a data set (a problem, its answer, a source), and a dump (tokens, two lists of log-probs). Each reading is a
-fresh process that counts the rows; the ways take turns. A line a file: median seconds, and processor seconds of all
-processes, of each way, and of the first the median ratio to pyarrow's own rows in the same turn.
+fresh process that counts the rows; the ways take turns. A row a file: median seconds, and processor seconds of all
+processes, of each way, and the median ratio of the first to pyarrow's own in the same turn.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -18,6 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from runner import Rows, case
 
 READ = """
 import resource, sys, time
@@ -79,22 +78,8 @@ def measure(path: Path, pairs: int) -> dict[str, Any]:
     return row
 
 
-def main() -> None:
-    """Measure, and print a line a file."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", type=int, default=200_000)
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--record", action="store_true", help="append the rows to results/apart.jsonl")
-    given = parser.parse_args()
+@case(rows=2000, pairs=1)
+def apart(rows: int = 200_000, pairs: int = 5) -> Rows:
     with tempfile.TemporaryDirectory() as folder:
-        rows = [measure(path, given.pairs) for path in write(Path(folder), given.rows).values()]
-    for row in rows:
-        print(json.dumps(row))
-    if given.record:
-        from rows import append
-
-        append("apart.jsonl", [{"benchmark": "apart", "pairs": given.pairs} | row for row in rows], "cpu")
-
-
-if __name__ == "__main__":
-    main()
+        for path in write(Path(folder), rows).values():
+            yield {"benchmark": "apart", "pairs": pairs} | measure(path, pairs)

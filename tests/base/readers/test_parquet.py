@@ -90,6 +90,13 @@ def test_columns_of_any_make_are_pyarrow_s_rows() -> None:
             assert repr(_unpacked(*_packed(part))) == repr(part.to_pylist())
 
 
+def test_a_text_that_begins_within_a_character_is_refused() -> None:
+    """Two halves, each no text, would be one as they lie beside one another."""
+    halves = pyarrow.array([b"a\xc3", b"\xa9"], pyarrow.binary()).view(pyarrow.string())
+    with pytest.raises(ValueError, match="no UTF-8"):
+        _packed(pyarrow.RecordBatch.from_arrays([halves], names=["a"]))
+
+
 def test_columns_that_say_what_they_have_not_are_refused() -> None:
     """Each byte and each number of what a reader says may be a lie: an error, or other values of the same kinds."""
     kinds = [pyarrow.list_(pyarrow.string()), pyarrow.struct([("f", pyarrow.int8())]), pyarrow.bool_()]

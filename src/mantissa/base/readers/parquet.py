@@ -29,8 +29,7 @@ from mantissa.base.readers import child
 from mantissa.base.readers.child import Child
 
 LIMITS = Limits(4 << 30, 100, 400_000_000, rows=10_000_000)
-_BATCH_ROWS, _BATCH_BYTES = 256, 32 << 20
-_GATHERED = 16  # batches
+_BATCH_ROWS, _BATCH_BYTES = 512, 32 << 20
 _MOST_SENT, _MOST_MADE = 256 << 20, 40_000_000  # bytes, and values, of the rows that are handed on at a time
 _LARGEST = 64 << 20  # bytes of a footer
 _SEAL, _UNSEALED = b"mantissa.sha256", b"0" * 64
@@ -160,24 +159,10 @@ def answer(path: str, where: str, limits: Sequence[int], columns: list[str] | No
         if columns is None:
             yield [*zip(table.columns, table.kinds, strict=True)]
             return
-        for batch in _gathered(table.batches(columns)):
+        for batch in table.batches(columns):
             *about, data = _packed(batch)
             yield about
             yield data
-
-
-def _gathered(batches: Iterator[Any]) -> Iterator[Any]:
-    """The same rows, more of them at a time where they are small: each time costs a fraction of a millisecond."""
-    import pyarrow as pa
-
-    held: list[Any] = []
-    for batch in batches:
-        held.append(batch)
-        if len(held) == _GATHERED or sum(each.nbytes for each in held) > _BATCH_BYTES // 8:
-            yield from pa.Table.from_batches(held).combine_chunks().to_batches()
-            held.clear()
-    if held:
-        yield from pa.Table.from_batches(held).combine_chunks().to_batches()
 
 
 def _named(pair: Any) -> bool:
@@ -245,12 +230,13 @@ def _letters(data: Any, ends: Any, lengths: Any) -> Any:
     """Characters of each text in UTF-8 that lies in the bytes. ``ValueError`` where one begins within a character."""
     import numpy as np
 
-    if data.max() < 0x80:
+    within = np.flatnonzero(data.view(np.int8) < -64)  # bytes of a character but its first
+    if not len(within):
         return lengths
-    begins = np.append((data & 0xC0) != 0x80, True)
-    if not begins[ends].all():
+    before = np.searchsorted(within, ends)
+    if (within[np.minimum(before, len(within) - 1)] == ends).any():
         raise ValueError("a text that is no UTF-8")
-    return np.diff(np.append(0, np.cumsum(begins))[ends])
+    return lengths - np.diff(before)
 
 
 def _bits(buffer: Any, at: int, count: int) -> bytes:
