@@ -10,7 +10,6 @@ results/decode_pretrained.jsonl.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 from runner import Row, Rows, case
+from workers import middle, turns
 
 from mantissa.base.environ import keep_freed_memory
 from mantissa.kernels import probe, resolve, rollout_kernels
@@ -80,15 +80,13 @@ def timed(run: Sample, new: int, rows: int) -> dict[str, float]:
 
 def measure(contenders: dict[str, Sample], rows: int, rounds: int) -> dict[str, list[dict[str, float]]]:
     """For each contender and round, seconds by phase: ``prefill``, ``decode``, ``all``; after one round of warm-up."""
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
-    for index in range(rounds + 1):
-        for name, run in contenders.items():
-            first, whole = timed(run, 1, rows), timed(run, NEW, rows)
-            if index:
-                times = {f"{phase} {key}": t[key] for phase, t in (("prefill", first), ("all", whole)) for key in t}
-                times |= {f"decode {key}": whole[key] - first[key] for key in whole}
-                found[name].append(times)
-    return found
+
+    def phases(run: Sample) -> dict[str, float]:
+        first, whole = timed(run, 1, rows), timed(run, NEW, rows)
+        times = {f"{phase} {key}": t[key] for phase, t in (("prefill", first), ("all", whole)) for key in t}
+        return times | {f"decode {key}": whole[key] - first[key] for key in whole}
+
+    return turns(contenders, 1, rounds, phases)
 
 
 @case(rounds=1, rows=(4,), samples=2, precisions=("fp32",))
@@ -121,5 +119,4 @@ def compared(mine: list[dict[str, float]], base: list[dict[str, float]]) -> Iter
         values = [each[key] for each in mine]
         ratios = [one[key] / value for one, value in zip(base, values, strict=True)]
         for metric, unit, numbers in (("", "s", values), (", transformers' over it", "ratio", ratios)):
-            limits = {"value": statistics.median(numbers), "min": min(numbers), "max": max(numbers)}
-            yield {"metric": key + metric, "unit": unit, **limits}
+            yield {"metric": key + metric, "unit": unit, **middle(numbers)}

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 from runner import Row, Rows, case
 from steps import decoder_config, spread
+from workers import turns
 
 from mantissa.base.environ import keep_freed_memory
 from mantissa.kernels import ModelShapes, learner_kernels, plan_exact, resolve, rollout_kernels
@@ -119,12 +120,7 @@ def measure(models: Sequence[Decoder], sizes: Sizes, precision: str, rounds: int
     """Rows of one decoder, given twice, in one format: seconds of either family, and ratios."""
     kinds = (base, "exact")
     steppers = {kind: Stepper(model, sizes, precision, kind) for kind, model in zip(kinds, models, strict=True)}
-    times: dict[str, list[dict[str, float]]] = {kind: [] for kind in steppers}
-    for i in range(rounds + 2):  # two for warming up
-        for kind in list(steppers) if i % 2 else list(steppers)[::-1]:
-            taken = steppers[kind]()
-            if i >= 2:
-                times[kind].append(taken)
+    times = turns(steppers, 2, rounds, Stepper.__call__)
     exact = steppers["exact"]
     if exact.different:
         raise SystemExit(f"refused: {exact.different} of {exact.compared} log-probs differ in {precision}")

@@ -29,11 +29,10 @@ def mantissa_job(folder: Path, options: str, *overrides: str, **more: Any) -> Jo
 
 def mantissa(*words: object) -> str:
     """What a command of ours prints that ends well."""
-    command, environment = (
-        [sys.executable, "-m", "mantissa", *map(str, words)],
-        os.environ | {"PYTHONPATH": f"{ROOT}/src"},
+    command = [sys.executable, "-m", "mantissa", *map(str, words)]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": f"{ROOT}/src"}, capture_output=True, text=True, check=False
     )
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
     return done.stdout
 
@@ -71,6 +70,15 @@ def test_rollout_old_and_update_have_equal_log_probs(tmp_path: Path, name: str) 
     assert all(row["training/rollout_probs_diff_max"] == 0.0 for row in job.metrics.values())
     assert all(row["actor/mantissa/skipped"] == 0 for row in job.metrics.values())
     assert job.metrics[1]["actor/grad_norm"] > 0
+
+
+@VARIANT
+def test_what_verl_s_own_forward_gave_is_certified_by_its_size(tmp_path: Path) -> None:
+    """``mantissa_fsdp2`` beside our rollout, in fp16: our learner stands in for verl's."""
+    fp16 = (f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp16", f"{ROLLOUT}.dtype=float16", "+trainer.certify=2")
+    whole = f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+    plugin = {"rollout": "mantissa", "external_lib": "mantissa.verl.plugin"}
+    certified(run_job(tmp_path, f"{ACTOR}.strategy=mantissa_fsdp2", *fp16, whole, **plugin), "--allow-gap")
 
 
 @pytest.mark.parametrize(

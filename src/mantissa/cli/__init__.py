@@ -154,7 +154,8 @@ def progress(line: str) -> None:
     """One line on stderr that is overwritten, and goes where it is empty; where that is no terminal, the newest line
     after 3 seconds and then every 20."""
     if sys.stderr.isatty():
-        print(f"\r\x1b[2K{visible(line)}", end="", file=sys.stderr, flush=True)  # the line's own escapes
+        room = shutil.get_terminal_size().columns - 1  # what goes on in the next row is not wiped out
+        print(f"\r\x1b[2K{visible(line)[:room]}", end="", file=sys.stderr, flush=True)  # the line's own escapes
     else:
         _heart.at(line)
 

@@ -118,8 +118,8 @@ def searching(rows: Sequence[dict[str, Any]]) -> int:
     """
     last = 0
     for count, row in enumerate(rows[:_SEARCHED], 1):
-        scales = [each.get("precision/loss_scale") for each in rows[:count]]
-        fell = None not in scales and all(a >= b for a, b in itertools.pairwise(scales))
+        scales = [scale for each in rows[:count] if (scale := each.get("precision/loss_scale")) is not None]
+        fell = len(scales) == count and all(a >= b for a, b in itertools.pairwise(scales))
         if row.get("precision/overflows") and (count == last + 1 or fell):
             last = count
     lost = any(row.get("precision/skipped") for row in rows[:last])
