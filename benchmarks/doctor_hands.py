@@ -337,6 +337,10 @@ for _names, _kinds in (
 # only since d, which is most of its eleven: a kind of fault that no set had is the risk.
 # Of the set f (2026-11-28), written likewise: no healthy dump is an alarm, at most 2% of its faults are named wrongly,
 # at least 30% are named right. Its maker was asked for kinds that look like others, which is the risk.
+# Of the rest of f's plan (f2: its generator's other dumps, made on 2026-11-28 after the mends that f's rows led to, a
+# mixture among its families; of its kinds that f had none of, as of all, the names alone were read): at most one
+# healthy dump is an alarm, at most 1% of its faults are named wrongly, at least 30% are named right. The risk is the
+# mixture, whose seven kinds of its own no dump of f was of.
 # Names that the doctor had not when these kinds were first read.
 for _name, _kinds in (
     ("capacity", "expert_capacity expert_capacity_drops moe_capacity_drop"),
