@@ -1,7 +1,5 @@
 """fp16's loss against fp32's on a task whose best loss is known, and what each loss-scaling policy loses to overflow.
 
-    python benchmarks/run.py amp_loss [--threads 2] [--seeds 6] [--parts curve overflow]
-
 curve: the built-in task (best loss 0.25) is learned in fp32 and in fp16 from the same seeds (weights, samples, noise),
 and the loss on the same held-out samples is taken every 50 updates. fp16's mean over seeds must lie within fp32's range
 over seeds at every point. Two figures: the distance of the means in fp32's standard deviations, the largest of the
@@ -188,8 +186,5 @@ def measure_overflow(seeds: int, updates: int) -> list[Row]:
 def amp_loss(
     threads: int = 2, seeds: int = 6, parts: Sequence[Part] = ("curve", "overflow"), updates: int = 400
 ) -> Rows:
-    """fp16's loss against fp32's on a task whose best loss is known, and what each loss-scaling policy loses to
-    overflow.
-    """
     for part in parts:
         yield {"curve": measure_curves, "overflow": measure_overflow}[part](seeds, updates)

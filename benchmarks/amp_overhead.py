@@ -1,7 +1,5 @@
 """What PrecisionTrainer costs over plain torch AMP: the same model, optimiser, data and clipping, step by step in turn.
 
-    python benchmarks/run.py amp_overhead [--threads 2] [--rounds 40]
-
 AMP is what torch documents: autocast around forward and loss; for fp16 also GradScaler with ``unscale_`` before
 clipping; for fp32 neither. Ours computes natively, as AMP does. The ratio is taken within each round, in an order that
 alternates, so that a busy machine slows both alike. Target: at most 1.02 where the forward takes 10 ms or more.
@@ -132,8 +130,5 @@ def measure(name: str, precision: str, make: Callable[[], tuple[nn.Module, Any]]
 
 @case(rounds=1)
 def amp_overhead(threads: int = 2, rounds: int = 40) -> Rows:
-    """What PrecisionTrainer costs over plain torch AMP: the same model, optimiser, data and clipping, step by step in
-    turn.
-    """
     for name, precision, make in CASES:
         yield measure(name, precision, make, rounds)

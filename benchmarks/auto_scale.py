@@ -1,7 +1,5 @@
 """The automatic loss scale against the dynamic rule: steps skipped (no retries) and gradients flushed to zero.
 
-    python benchmarks/run.py auto_scale [--steps 10000] [--seeds 5]
-
 Synthetic gradients: a vector a step in 16 groups whose sizes fall by 2^28 from first to last (layers and rare rows),
 with a common size that varies from step to step (lognormal, half a bit) and drifts; noise is normal, Student-t,
 lognormal, or normal with spikes of 2^3 to 2^8 once in 300 steps. ``start right``: the median peak has 4 bits left at
@@ -146,7 +144,6 @@ def summary(what: str, kernels: str, contender: str, runs: list[tuple[np.ndarray
 
 @case(steps=60, seeds=1)
 def auto_scale(steps: int = 10_000, seeds: int = 5) -> Rows:
-    """The automatic loss scale against the dynamic rule: steps skipped (no retries) and gradients flushed to zero."""
     torch.set_num_threads(1)
     for noise in NOISES:
         for start, drift in CASES:

@@ -1,7 +1,5 @@
 """Sampling from a pretrained model: the native engine against transformers' ``generate``, prefill and decode apart.
 
-    python benchmarks/run.py decode_pretrained FOLDER [--threads 2] [--rounds 5] [--rows 16 64] [--samples 1]
-
 ``FOLDER``: a Hugging Face model, such as SmolLM2-135M's. ``rows`` completions of 12 tokens after prompts of 48, the end
 token ignored; with ``--samples 8`` each prompt has eight of them, as in RL: the engine computes it once. Both get the
 same weights and prompts; ``generate`` returns tokens, the engine log-probs too. A round is all contenders in turn, each
@@ -12,7 +10,6 @@ results/decode_pretrained.jsonl.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 from runner import Row, Rows, case
+from workers import middle, turns
 
 from mantissa.base.environ import keep_freed_memory
 from mantissa.kernels import probe, resolve, rollout_kernels
@@ -82,15 +80,13 @@ def timed(run: Sample, new: int, rows: int) -> dict[str, float]:
 
 def measure(contenders: dict[str, Sample], rows: int, rounds: int) -> dict[str, list[dict[str, float]]]:
     """For each contender and round, seconds by phase: ``prefill``, ``decode``, ``all``; after one round of warm-up."""
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
-    for index in range(rounds + 1):
-        for name, run in contenders.items():
-            first, whole = timed(run, 1, rows), timed(run, NEW, rows)
-            if index:
-                times = {f"{phase} {key}": t[key] for phase, t in (("prefill", first), ("all", whole)) for key in t}
-                times |= {f"decode {key}": whole[key] - first[key] for key in whole}
-                found[name].append(times)
-    return found
+
+    def phases(run: Sample) -> dict[str, float]:
+        first, whole = timed(run, 1, rows), timed(run, NEW, rows)
+        times = {f"{phase} {key}": t[key] for phase, t in (("prefill", first), ("all", whole)) for key in t}
+        return times | {f"decode {key}": whole[key] - first[key] for key in whole}
+
+    return turns(contenders, 1, rounds, phases)
 
 
 @case(rounds=1, rows=(4,), samples=2, precisions=("fp32",))
@@ -98,7 +94,6 @@ def decode_pretrained(
     folder: Path, threads: int = 2, rounds: int = 5, rows: Sequence[int] = (16, 64), samples: int = 1,
     precisions: Sequence[str] = ("fp32", "fp16", "bf16"),
 ) -> Rows:  # fmt: skip
-    """Sampling from a pretrained model: the native engine against transformers' ``generate``, by phases."""
     transformers.logging.set_verbosity_error()
     keep_freed_memory()  # as ``mantissa`` itself has it
     model = load_model(folder)
@@ -124,5 +119,4 @@ def compared(mine: list[dict[str, float]], base: list[dict[str, float]]) -> Iter
         values = [each[key] for each in mine]
         ratios = [one[key] / value for one, value in zip(base, values, strict=True)]
         for metric, unit, numbers in (("", "s", values), (", transformers' over it", "ratio", ratios)):
-            limits = {"value": statistics.median(numbers), "min": min(numbers), "max": max(numbers)}
-            yield {"metric": key + metric, "unit": unit, **limits}
+            yield {"metric": key + metric, "unit": unit, **middle(numbers)}

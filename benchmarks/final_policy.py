@@ -1,7 +1,5 @@
 """What runs of different formats have learned, all sampled in one format: fp32.
 
-    python benchmarks/run.py final_policy runs/lab/dose/*-seed?         # finished runs
-
 A run's own accuracy is that of its rollout, in the rollout's format: a coarse one scores lower with the same weights.
 Here each run's last weights, and those that it began from, answer the held-out problems in fp32: the mean over problems
 of the share of right answers, at the run's temperature and without its top-p or top-k. Problems and uniforms are the
@@ -65,7 +63,6 @@ def answers(values: dict[str, object], model: str, problems: int) -> Answers:
 
 @case(problems=2)
 def final_policy(runs: Sequence[Path], problems: int = 256) -> Rows:
-    """What runs of different formats have learned, all sampled in one format: fp32."""
     first: dict[str, Answers] = {}
     for path in runs:
         run = RunDirectory.open(path)

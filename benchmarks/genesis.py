@@ -1,9 +1,5 @@
 """What evolution and its world model are worth: rows for docs/evolution.md.
 
-    python benchmarks/run.py genesis worldmodel    # how well ends are predicted, in fp32, fp16 and bf16, three seeds
-    python benchmarks/run.py genesis ranking       # by the world model and by chance, twenty seeds, 75 executions
-    python benchmarks/run.py genesis profiles      # fp16 against fp32 in each of the fifteen profiles
-
 All three were run before there were rows. What is expected of them is what was seen then: an AUROC of 0.75 to 0.78,
 0.15 to 0.18 above counting the actions, the formats within 0.004 of each other; 1.6 executions saved a task of some 72,
 with an interval that does not hold 0; fp16's loss that of fp32 to a ten-thousandth in every profile, without overflow.
@@ -100,7 +96,6 @@ def profile_rows(folder: Path) -> Iterator[Row]:
 def genesis(
     parts: Sequence[Part], seeds: int = 3, executions: int = 300, ranking_rounds: int = 20, tasks: str = TASKS
 ) -> Rows:
-    """What evolution and its world model are worth: rows for docs/evolution.md."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         for part in parts:

@@ -4,6 +4,7 @@
 # for 16 bits. Each part has a limit of its own; together about 20 minutes where all goes well (docs/gpu.md).
 #   OUT=/some/folder PYTHON=.venv/bin/python benchmarks/gpu.sh
 #   benchmarks/gpu.sh --device cpu --tiny       # every part whole in tiny sizes: no GPU, no Triton, no git; keeps no row
+# There the tests of Triton's row kernels and products run interpreted, where Triton is: with torch or in .venv-triton.
 # Rows go to $OUT where it is set, else to results/. A part that fails does not stop the next; the exit status says so.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -25,7 +26,7 @@ if [ "$device" = cuda ]; then
         || { echo "gpu.sh: this torch finds no CUDA device" >&2; exit 1; }
     tests=(-rfE)
 elif [ "$device" = cpu ] && [ ${#dry[@]} -gt 0 ]; then
-    tests=(--collect-only)  # they can be read; running them wants a GPU
+    tests=(--collect-only)  # they can be read; those of Triton's kernels run below, where Triton is
 else
     echo "gpu.sh: --device cpu measures nothing of a GPU, and goes with --tiny" >&2
     exit 2
@@ -49,6 +50,10 @@ case_() {  # case_ SECONDS NAME OPTIONS...
 }
 tiny=
 part 400 "$python" -m pytest -q -m gpu "${tests[@]}" $(grep -rlE "mark\.gpu|needs_a_device" tests --include='test_*.py')
+if [ "$device" = cpu ] && PYTHONPATH="$PYTHONPATH:.venv-triton" "$python" -c "import triton" 2> /dev/null; then
+    part 400 env TRITON_INTERPRET=1 PYTHONPATH="$PYTHONPATH:.venv-triton" \
+        "$python" -m pytest -q tests/kernels/test_triton_rows.py tests/kernels/test_triton_products.py
+fi
 case_ 200 gpu_exact
 case_ 120 gpu_step --rounds 4
 case_ 150 gpu_sizes --seconds 60 --rounds 5

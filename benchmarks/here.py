@@ -1,7 +1,5 @@
 """What this machine holds of the goals that Mantissa has set itself for a processor: a line for each, held or missed.
 
-    make bench-here          or          python benchmarks/run.py here [--parts start decode] [--threads 2]
-
 Some ten minutes. Each figure is a ratio to a peer that was measured in turns with it, or processor time; the scripts
 beside this one measure, in processes of their own, and here their rows are held against the goals. A peer that is not
 installed is said, and its goals are neither held nor missed. The machine's load goes into every row.
@@ -195,7 +193,6 @@ PARTS: dict[str, Callable[[int, int], Iterator[Finding]]] = {
 
 @case(parts=("start", "simulated"), rounds=1)
 def here(parts: Sequence[str] = tuple(PARTS), threads: int = 2, rounds: int = 3) -> Rows:
-    """What a machine holds of the goals for a processor: start, the demo, decode, simulation, step, processes."""
     print(f"{cpu_model()}; {cpu_flags()}; load {os.getloadavg()[0]:.1f}", flush=True)
     missed = 0
     for name in parts:

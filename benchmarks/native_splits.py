@@ -1,7 +1,5 @@
 """What a CPU's own bf16 would make of fp16 and of fp8 with fp32 scales: the time of a product over that in fp32.
 
-    python benchmarks/run.py native_splits [--threads 1] [--rounds 20]
-
 A projection of SmolLM2-135M (576 x 1536), 1 to 2048 rows, by products of bf16 values with fp32 results (``cpu.BF16``):
 
 - ``fp16``: a value of 11 digits is the sum of two of bf16, so a product is four of them, each exact. Taken as one, of
@@ -67,7 +65,6 @@ def in_blocks(generator: torch.Generator, rows: int) -> tuple[Callable[[], Tenso
 
 @case(rounds=1, rows=(1, 16))
 def native_splits(threads: int = 1, rounds: int = 20, rows: Sequence[int] = (1, 16, 128, 512, 2048)) -> Rows:
-    """What a CPU's own bf16 would make of fp16 and of fp8 with fp32 scales: a product's time over that in fp32."""
     torch.set_grad_enabled(False)
     generator = torch.Generator().manual_seed(0)
     for count in rows:

@@ -1,7 +1,5 @@
 """The machine's fp32 matmul peak and memory bandwidth at 1, 2 and 4 threads: the yardsticks for every other figure.
 
-    python benchmarks/run.py peak [--threads 1 2 4]
-
 The best of 30 products of 1024 x 1024 matrices, and of the shape that the RL step spends most on (12800 positions, 128
 to 384 features), by each library that torch has for it: its own choice (``mm``) and oneDNN, which the fast kernels use
 (``mantissa/kernels/cpu.py``). Bandwidth: the best of 10 sums over 256 MB.
@@ -44,7 +42,6 @@ def bandwidth() -> float:
 
 @case(threads=(1,), shapes=("tiny",))
 def peak(threads: Sequence[int] = (1, 2, 4), shapes: Sequence[str] = ("square", "step")) -> Rows:
-    """The machine's fp32 matmul peak and memory bandwidth at 1, 2 and 4 threads: the yardsticks of other figures."""
     about: Row = {"requested": "fp32", "active": "fp32", "kernels": "native"}
     for count in threads:
         torch.set_num_threads(count)

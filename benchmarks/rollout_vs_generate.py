@@ -1,16 +1,15 @@
 """Tokens per second of the native engine against transformers' ``generate``: same weights, same prompts, interleaved.
 
-    python benchmarks/run.py rollout_vs_generate --threads 2 --repeats 5
-
 Every sample runs to the same number of new tokens, so both do the same work; ``generate`` returns tokens only, the
 engine log-probs too. ``ragged`` is the exception: a stop token ends samples early, and ``generate`` gets the prompts in
 batches of the engine's slots. Rounds are interleaved (A, B, C, A, B, C, ...) because the machine may be shared; the
 ratio is the median of the rounds' ratios. Rows are appended to results/rollout_vs_generate.jsonl.
+
+``cases``: indices of the sizes.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any, Literal
 import torch
 import transformers
 from runner import Row, Rows, case
+from workers import middle, turns
 
 from mantissa.kernels import probe, resolve, rollout_kernels
 from mantissa.model import Decoder, ModelConfig
@@ -136,26 +136,21 @@ def native(weights: dict[str, torch.Tensor], size: Size, precision: str, device:
 
 def interleaved(contenders: dict[str, Callable[[], int]], rounds: int) -> dict[str, list[float]]:
     """Tokens per second of each contender in each round, after one round of warm-up."""
-    rates: dict[str, list[float]] = {name: [] for name in contenders}
-    for round_index in range(rounds + 1):
-        for name, run in contenders.items():
-            start = time.perf_counter()
-            produced = run()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            if round_index:
-                rates[name].append(produced / (time.perf_counter() - start))
-    return rates
+
+    def rate(run: Callable[[], int]) -> float:
+        start = time.perf_counter()
+        produced = run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return produced / (time.perf_counter() - start)
+
+    return turns(contenders, 1, rounds, rate)
 
 
 @case(rounds=1, cases=(3,))
 def rollout_vs_generate(
     threads: int = 2, rounds: int = 5, device: Literal["cpu", "cuda"] = "cpu", cases: Sequence[int] = (0, 1, 2)
 ) -> Rows:
-    """Tokens per second of the native engine against transformers' ``generate``: same weights and prompts, interleaved.
-
-    ``cases``: indices of the sizes.
-    """
     transformers.logging.set_verbosity_error()
     weights = dict(Decoder(CONFIG).initialize(torch.Generator().manual_seed(1)).state_dict())
     for size in (SIZES[i] for i in cases):
@@ -171,7 +166,3 @@ def rollout_vs_generate(
             yield about | facts[name] | {"metric": "throughput", "unit": "tokens/s"} | middle(values)
             if name != "transformers":
                 yield about | facts[name] | {"metric": "speedup over transformers", "unit": "ratio"} | middle(ratios)
-
-
-def middle(values: list[float]) -> dict[str, float]:
-    return {"value": statistics.median(values), "min": min(values), "max": max(values)}

@@ -5,7 +5,7 @@ that of its file in ``results/``. Its parameters are the command's options: one 
 a sequence takes several values. It yields rows, one or a list at a time, which are printed and appended as they come; a
 list is kept or refused as a whole. ``--dry`` takes the case's short form, and keeps no row but in ``$OUT``;
 ``--seconds`` stops it at the first row after that time. A case is found by its text, and only its own file imported:
-each needs its own packages.
+each needs its own packages. What it says of itself is its function's docstring or, where that has none, its file's.
 """
 
 from __future__ import annotations
@@ -66,11 +66,13 @@ def found() -> dict[str, tuple[str, str, str]]:
     """Every case, unimported: its module, the file of its rows, and the first sentence of what it says."""
     cases = {}
     for path in sorted(HERE.glob("*.py")):
-        for node in ast.parse(path.read_text()).body:
+        module = ast.parse(path.read_text())
+        for node in module.body:
             for mark in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
                 if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "case":
                     file = ast.literal_eval(mark.args[0]) if mark.args else node.name
-                    cases[node.name] = (path.stem, file, first_sentence(ast.get_docstring(node) or ""))
+                    said = ast.get_docstring(node) or ast.get_docstring(module) or ""
+                    cases[node.name] = (path.stem, file, first_sentence(said))
     return cases
 
 
@@ -98,8 +100,9 @@ def _option(parser: argparse.ArgumentParser, parameter: inspect.Parameter) -> No
 
 def options(name: str, case_: Case, words: list[str]) -> tuple[Row, bool, float]:
     """The function's arguments, whether this is the short form, and the seconds after which nothing more begins."""
-    parser = argparse.ArgumentParser(f"run.py {name}", description=inspect.getdoc(case_.measure),
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    said = inspect.getdoc(case_.measure) or inspect.getmodule(case_.measure).__doc__
+    looks = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(f"run.py {name}", description=said, formatter_class=looks)
     parameters = inspect.signature(case_.measure, eval_str=True).parameters
     for parameter in parameters.values():
         _option(parser, parameter)

@@ -1,7 +1,5 @@
 """How long the commands of a page's first minutes take, run whole in an empty folder.
 
-    python benchmarks/run.py start_pages laptop own-loop format
-
 Nothing is expected of the times but minutes at most. Rows have the load of the machine beside them.
 """
 
@@ -68,7 +66,6 @@ def run(
 
 @case()
 def start_pages(pages: Sequence[str]) -> Rows:
-    """How long the commands of a page's first minutes take, run whole in an empty folder."""
     if wrong := [name for name in pages if name not in PAGES]:
         raise SystemExit(f"expected pages of {', '.join(PAGES)}, got {', '.join(wrong)}")
     for name in pages:

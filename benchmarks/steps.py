@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from workers import turns
 
 from mantissa.kernels import learner_kernels, probe, resolve
 from mantissa.model.config import ModelConfig
@@ -57,15 +58,14 @@ def interleaved(
     if clock is None:
         alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
         clock = time.process_time if alone else time.perf_counter
-    names = list(steps)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for i in range(warm_up + rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            start = clock()
-            steps[name]()
-            if i >= warm_up:
-                times[name].append(clock() - start)
-    return times
+    now = clock
+
+    def timed(step: Callable[[], Any]) -> float:
+        start = now()
+        step()
+        return now() - start
+
+    return turns(steps, warm_up, rounds, timed)
 
 
 def spread(values: list[float]) -> dict[str, float]:

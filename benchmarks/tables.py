@@ -244,7 +244,8 @@ def main() -> None:
         if mine and (content := make(rows)):
             devices = ", ".join(sorted({r["device"] for r in mine}))
             text += f"\n## {title}\n\nDevice: {devices}. torch {mine[-1]['torch']}.\n\n{content}"
-    (RESULTS / "README.md").write_text(text)
+    for path in (RESULTS / "README.md", ROOT / "docs" / "results.md"):  # the same page, for the checkout and the site
+        path.write_text(text)
     write_between(ROOT / "README.md", "gap", short_gap(rows))
     print(RESULTS / "README.md")
 

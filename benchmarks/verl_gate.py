@@ -4,7 +4,8 @@
     python benchmarks/verl_gate.py sign expert        # these
     python benchmarks/verl_gate.py --look logprobs    # servers hide their weights: log-probs alone
     python benchmarks/verl_gate.py vllm-layer ...     # in that of make test-verl-vllm
-    python benchmarks/verl_gate.py turns long         # faults in turn under gate=warn:1, and 100 healthy steps
+    python benchmarks/verl_gate.py turns              # faults in turn under gate=warn:1
+    python benchmarks/verl_gate.py long --seed 1      # 100 steps without one, of another policy and other sums
 
 A row a job. The policy is of two layers and was first taught sums, so that its distributions are a trained one's; both
 sides compute in fp16. A fault comes with the sync of step 1, after a look at a healthy batch, or is there from the
@@ -30,7 +31,7 @@ from rows import ROOT, append
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from verl_job import ACTOR, MODEL, ROLLOUT, VLLM, Job, make_inputs, run_job
+from verl_job import ACTOR, MODEL, REF, ROLLOUT, VLLM, Job, make_inputs, run_job
 
 FREE = f"{ACTOR}.fsdp_config.mixed_precision"
 SIZE = ("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16", f"{ROLLOUT}.temperature=0.7")
@@ -46,6 +47,9 @@ STEP = re.compile(r"mantissa doctor: (after the sync of )?step (\d+)")
 
 TURNS = ("bucket", "sign", "heads", "scaled", "layer", "asleep", "swapped", "stale")
 ROUNDS, LONG = 3, 100  # of all of them; steps of the healthy job
+AT_ONCE = tuple(
+    f"{each}_micro_batch_size_per_gpu=64" for each in (f"{ACTOR}.ppo", f"{ROLLOUT}.log_prob", f"{REF}.log_prob")
+)  # a batch in one forward, for a job of many steps
 
 
 class Fault(NamedTuple):
@@ -90,7 +94,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-def teach(folder: Path, family: str, fields: Mapping[str, Any], head_dim: int) -> None:
+def teach(folder: Path, family: str, fields: Mapping[str, Any], head_dim: int, seed: int = 0) -> None:
     """In the place of the job's random policy one that writes a sum out, to a loss of 0.4: its entropies are real."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -100,9 +104,9 @@ def teach(folder: Path, family: str, fields: Mapping[str, Any], head_dim: int) -
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id",
         "pad_token_id")}  # fmt: skip
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(same | {"head_dim": head_dim} | fields)))
-    optimizer, draw = torch.optim.AdamW(model.parameters(), 3e-3), random.Random(0)
+    optimizer, draw = torch.optim.AdamW(model.parameters(), 3e-3), random.Random(seed)
     for _ in range(1500):
         rows = []
         for _ in range(32):
@@ -178,16 +182,18 @@ def of_job(name: str, look: str, job: Job) -> dict[str, Any]:
     }
 
 
-def of_turns(name: str, folder: Path) -> dict[str, Any]:
-    """The row of a job whose every step is looked at: how often each fault was seen, by weights and by log-probs."""
+def of_turns(name: str, folder: Path, seed: int, steps: int) -> dict[str, Any]:
+    """The row of a job whose every step is looked at: how often each fault was seen, by weights and by log-probs.
+
+    ``seed``: of the policy, and of the order of the sums.
+    """
     make_inputs(folder)
-    teach(folder / "model", "qwen3", EQUAL, 16)
+    teach(folder / "model", "qwen3", EQUAL, 16, seed)
     turns = [each for fault in TURNS for each in ("", fault)] if name == "turns" else [""]
-    steps = ROUNDS * len(turns) if name == "turns" else LONG
-    gate = "+trainer.gate=warn:1" if name == "turns" else "+trainer.gate=stop:1"
     job = run_job(
-        folder, *FSDP, *SIZE, gate, f"{ACTOR}.optim.lr=3e-4", "trainer.save_freq=-1", steps=steps,
-        environment={"MANTISSA_TEST_FAULT": ",".join(turns)}, seconds=1800,
+        folder, *FSDP, *SIZE, *AT_ONCE, "+trainer.gate=warn:1", f"{ACTOR}.optim.lr=3e-4", "trainer.save_freq=-1",
+        "data.shuffle=True", f"data.seed={seed}", steps=steps,
+        environment={"MANTISSA_TEST_FAULT": ",".join(turns)}, seconds=2700,
     )  # fmt: skip
     lost = {
         int(step) for step in re.findall(r"mantissa doctor: after the sync of step (\d+), the rollout does", job.log)
@@ -204,6 +210,7 @@ def of_turns(name: str, folder: Path) -> dict[str, Any]:
         of.setdefault("names", []).append(page["fault"] if found else None)
     return {
         "fault": name, "what": "faults in turn" if name == "turns" else "nothing", "look": "both", "seen": seen,
+        "seed": seed,
         "rollout": "transformers", "family": "qwen3", "steps": len(job.metrics), "job_seconds": job.seconds,
         "sync_seconds": [job.metrics[step]["mantissa/sync_seconds"] for step in sorted(job.metrics)],
         "step_seconds": [job.metrics[step]["timing_s/step"] for step in sorted(job.metrics)],
@@ -213,15 +220,20 @@ def of_turns(name: str, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    several = ("turns", "long")
+    several = {"turns": 2 * ROUNDS * len(TURNS), "long": None}
     parser.add_argument("faults", nargs="*", choices=[[], *FAULTS, *several], help="each but vLLM's, unless named")
     parser.add_argument("--look", choices=("weights", "logprobs"), default="weights")
+    parser.add_argument("--seed", type=int, default=0, help="of turns and long")
+    parser.add_argument("--steps", type=int, default=LONG, help="of long")
     parser.add_argument("--dry", action="store_true", help="print rows, and record none")
     given = parser.parse_args()
     for name in given.faults or [each for each in FAULTS if not each.startswith("vllm")]:
         with tempfile.TemporaryDirectory(prefix="gate-jobs-") as folder:
             place = Path(folder)
-            row = of_turns(name, place) if name in several else of_job(name, given.look, run(name, given.look, place))
+            if name in several:
+                row = of_turns(name, place, given.seed, several[name] or given.steps)
+            else:
+                row = of_job(name, given.look, run(name, given.look, place))
             if not row.get("right", True):
                 print((place / "job.log").read_text()[-6000:], file=sys.stderr, flush=True)
         print(json.dumps(row), flush=True)

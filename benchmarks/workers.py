@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 MARK = "@bench "
+T, R = TypeVar("T"), TypeVar("R")
 
 
 def say(message: Mapping[str, Any]) -> None:
@@ -70,25 +72,30 @@ class Worker:
         raise SystemExit(f"worker ended early (exit code {self._process.wait()}): {' '.join(self._command)}")
 
 
-def take_turns(workers: Mapping[str, Worker], warm_up: int, rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """Each worker's steps, round by round, after ``warm_up`` rounds; who goes first rotates."""
-    names = list(workers)
-    steps: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+def turns(contenders: Mapping[str, T], warm_up: int, rounds: int, do: Callable[[T], R]) -> dict[str, list[R]]:
+    """What ``do`` gives for each contender, round by round, after ``warm_up`` rounds; who goes first rotates."""
+    names = list(contenders)
+    found: dict[str, list[R]] = {name: [] for name in names}
     for i in range(warm_up + rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
-            measured = workers[name].step()
+            measured = do(contenders[name])
             if i >= warm_up:
-                steps[name].append(measured)
-    return steps
+                found[name].append(measured)
+    return found
 
 
 def measured(workers: Mapping[str, Worker], warm_up: int, rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """The same, with the workers' end."""
+    """Each worker's steps in turn, and the workers' end."""
     try:
-        return take_turns(workers, warm_up, rounds)
+        return turns(workers, warm_up, rounds, Worker.step)
     finally:
         for worker in workers.values():
             worker.close()
+
+
+def middle(values: Sequence[float]) -> dict[str, float]:
+    """Median and range."""
+    return {"value": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def ratios(steps: Mapping[str, list[dict[str, Any]]], name: str, base: str, key: str = "seconds") -> list[float]:

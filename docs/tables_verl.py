@@ -196,12 +196,13 @@ def verl_kills() -> str:
 
 def verl_gate() -> str:
     """The newest job of each fault: from which weights on, and at which step what stopped it; then faults in turn."""
-    newest = {(row["fault"], row["look"]): row for row in _rows("verl_gate")}
+    newest = {(row["fault"], row["look"], row.get("seed", 0)): row for row in _rows("verl_gate")}
     kinds = {"transformers": "", "mantissa": " (our engine)", "vllm": " (vLLM)"}
-    jobs, turns = [], []
-    for (_, look), row in newest.items():
+    jobs, turns = [], dict[str, list[Any]]()
+    for (_, look, _), row in newest.items():
         if look == "both":
-            turns += list(row["seen"].items())
+            for name, seen in row["seen"].items():
+                turns.setdefault(name, []).append(seen)
             continue
         stopped = (
             "goes on"
@@ -212,10 +213,11 @@ def verl_gate() -> str:
         since = "" if after is None else f"the sync of step {after}" if after else "the start"
         said = row["said"].partition("% of the weights: ")[2].partition(". What helps")[0] or row["named"] or ""
         jobs.append([f"{row['what']}{kinds[row['rollout']]}", since, stopped, said.partition(";")[0]])
-    counted = [
-        [name, str(seen["looks"]), str(seen["weights"]), str(seen["logprobs"]),
-         f"{min(seen['size_of_u']):.2g} to {max(seen['size_of_u']):.2g}"] for name, seen in turns
-    ]  # fmt: skip
+    counted = []
+    for name, seen in turns.items():
+        sizes = [size for each in seen for size in each["size_of_u"]]
+        sums = [str(sum(each[of] for each in seen)) for of in ("looks", "weights", "logprobs")]
+        counted.append([name, *sums, f"{min(sizes):.2g} to {max(sizes):.2g}"])
     return "\n".join([
         table(("fault in a job under `stop`", "from", "stopped at", "named"), jobs), "",
         table(("in turn, under `warn:1`", "steps", "seen by weights", "by log-probs", "size of u"), counted),

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mantissa.algorithms import ADVANTAGES, AdvantageKind, advantage, values
+from mantissa.algorithms import ADVANTAGES, AdvantageKind, advantage
+from mantissa.precision import values
 
 # Multiples of 1/8 are exact in every format, so that "all equal" means the same to the oracle.
 REWARDS = st.integers(-16, 16).map(lambda n: n / 8)

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mantissa.algorithms import Accumulator, aggregation_scale, merge, values
+from mantissa.algorithms import aggregation_scale
 from mantissa.base.errors import MantissaError
+from mantissa.precision import Accumulator, merge, values
 
 KINDS = (("token_mean", None), ("seq_mean_token_mean", None), ("seq_mean_token_sum_norm", 7.0))
 MASKS = st.integers(1, 5).flatmap(

@@ -19,11 +19,10 @@ from mantissa.algorithms import (
     correction,
     importance_weights,
     off_policy_mask,
-    values,
 )
 from mantissa.algorithms.correction import RejectUnit
 from mantissa.base.errors import MantissaError
-from mantissa.precision import KLEstimator
+from mantissa.precision import KLEstimator, values
 
 INF, NAN = float("inf"), float("nan")
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mantissa.algorithms import ClipCovConfig, KLCovConfig, values
+from mantissa.algorithms import ClipCovConfig, KLCovConfig
+from mantissa.precision import values
 
 B, T = 6, 7
 

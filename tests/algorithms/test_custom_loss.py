@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mantissa.algorithms import CustomLossConfig, PPOClipConfig, values
+from mantissa.algorithms import CustomLossConfig, PPOClipConfig
 from mantissa.base.errors import MantissaError
+from mantissa.precision import values
 from mantissa.rl.config.sections import AlgorithmConfig
 
 CALLS = [0]

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from mantissa.algorithms import FlowRLConfig, aggregation_scale, values
+from mantissa.algorithms import FlowRLConfig, aggregation_scale
 from mantissa.base.errors import MantissaError
+from mantissa.precision import values
 
 NAN, INF = float("nan"), float("inf")
 B, T = 6, 5

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mantissa.algorithms import aggregation_scale, gae, merge, value_loss, values
+from mantissa.algorithms import aggregation_scale, gae, value_loss
+from mantissa.precision import merge, values
 
 LENGTHS = (5, 1, 3, 4)
 

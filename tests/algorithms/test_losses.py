@@ -23,9 +23,9 @@ from mantissa.algorithms import (
     PPOClipConfig,
     ReinforceConfig,
     SAPOConfig,
-    values,
 )
 from mantissa.algorithms.losses.base import TokenLoss, of_each_token
+from mantissa.precision import values
 
 INF, NAN = float("inf"), float("nan")
 CONFIGS = (

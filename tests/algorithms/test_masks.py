@@ -28,8 +28,8 @@ from mantissa.algorithms import (
     correction,
     kl_loss,
     kl_reward,
-    values,
 )
+from mantissa.precision import values
 
 NAN, INF = float("nan"), float("inf")
 B, T = 6, 5

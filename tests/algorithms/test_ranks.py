@@ -28,10 +28,8 @@ from mantissa.algorithms import (
     aggregation_scale,
     correction,
     importance_weights,
-    merge,
-    values,
 )
-from mantissa.precision import token_logprob
+from mantissa.precision import merge, token_logprob, values
 
 B, T, V, GROUPS = 9, 6, 5, 3
 AGGREGATIONS = (("token_mean", None), ("seq_mean_token_mean", None), ("seq_mean_token_sum_norm", float(T)))

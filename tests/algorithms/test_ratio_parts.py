@@ -19,8 +19,8 @@ from mantissa.algorithms import (
     GSPOConfig,
     PPOClipConfig,
     ReinforceConfig,
-    values,
 )
+from mantissa.precision import values
 
 B, T, NAN, INF = 7, 6, float("nan"), float("inf")
 PHANTOM = "policy/phantom_clip_fraction"

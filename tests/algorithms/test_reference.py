@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from mantissa.algorithms import KLConfig, aggregation_scale, kl_loss, kl_reward, values
+from mantissa.algorithms import KLConfig, aggregation_scale, kl_loss, kl_reward
 from mantissa.base.errors import MantissaError
+from mantissa.precision import values
 
 NAN, INF = float("nan"), float("inf")
 KINDS = ("k1", "k2", "k3")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -23,6 +24,7 @@ from mantissa.bench.certificate import (
     STATEMENTS,
     Certificate,
     Injected,
+    Kept,
     policy_digest,
     read_certificate,
     unhexed,
@@ -171,6 +173,67 @@ def test_a_forged_field_is_found_out_or_is_a_statement(
         assert not found.bits
 
 
+KEPT = tuple(leaves(Kept))
+
+
+def kept_of(made: Certificate, model: str) -> Kept:
+    """What a verl job keeps of its first step, whose log-probs are a certificate's."""
+    return Kept(
+        kept="mantissa kept batch", version=1, step=1, model=model, precision=made.formats.precision,
+        threads=torch.get_num_threads(), sampling=made.sampling, sequences=made.sequences,
+    )  # fmt: skip
+
+
+def job_of(folder: Path, *ranks: Kept | str) -> str:
+    """The folder of a job's checkpoints, in which each rank kept its part."""
+    for number, each in enumerate(ranks):
+        file = folder / "certify" / "step-1" / f"rank-{number}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(each if isinstance(each, str) else each.model_dump_json())
+    return str(folder)
+
+
+def test_a_job_is_certified_by_what_it_kept(made: Certificate, folder: str, tmp_path: Path) -> None:
+    """As the model it began with, which gives the same: so each field that is forged in one is in the other."""
+    kept = kept_of(made, folder)
+    halves = [kept.model_copy(update={"sequences": each}) for each in (made.sequences[:1], made.sequences[1:])]
+    job = job_of(tmp_path, *halves)
+    opened = open_policy_of(job)
+    found = certify(opened, asked_of(opened, None, None), prompts_of(opened, None, 3), 1000, CPU, quiet)
+    own = {"made": made.made, "policy": made.policy.model_copy(update={"version": 0})}
+    assert found.model_copy(update={"made": made.made}) == made.model_copy(update=own)
+    assert checked(found, job).holds
+    for how in (("bf16", None), (None, 7)):
+        with pytest.raises(MantissaError, match="a verl job has its own"):
+            asked_of(opened, *how)
+    with pytest.raises(MantissaError, match="a verl job is certified by the batch that it kept"):
+        prompts_of(opened, tmp_path, 3)
+
+
+@pytest.mark.parametrize("path", KEPT)
+def test_what_a_job_kept_and_somebody_forged_is_not_certified(
+    path: str, made: Certificate, folder: str, tmp_path: Path
+) -> None:
+    content = json.loads(kept_of(made, folder).model_dump_json())
+    *way, last = path.split(".")
+    at = content
+    for name in way:
+        at = at[int(name)] if name.isdigit() else at[name]
+    at[last] = forged(at[last])
+    with contextlib.ExitStack() as stack:
+        if path != "threads":  # more of them than there are here change nothing
+            stack.enter_context(pytest.raises(MantissaError))
+        opened = open_policy_of(job_of(tmp_path, json.dumps(content)))
+        found = certify(opened, asked_of(opened, None, None), prompts_of(opened, None, 3), 1000, CPU, quiet)
+        assert found.equal == made.equal
+
+
+def test_ranks_of_two_jobs(made: Certificate, folder: str, tmp_path: Path) -> None:
+    kept = kept_of(made, folder)
+    with pytest.raises(MantissaError, match="its ranks are of two jobs"):
+        open_policy_of(job_of(tmp_path, kept, kept.model_copy(update={"threads": 9})))
+
+
 @pytest.mark.parametrize("nats", [1e-6, 1.0])
 def test_all_sides_forged_alike(nats: float, made: Certificate, folder: str) -> None:
     """Bits tell on the machine that it says; where it says another, only the size does."""
@@ -247,7 +310,7 @@ def test_the_digest_is_of_values_whatever_their_layout() -> None:
         ('{"certificate": "mantissa certificate", "version": 2}', "version 2 of its schema"),
         ('{"certificate": "mantissa certificate", "version": "\\u001b[2J"}', r"\\x1b"),
         ("[]", "no certificate"),
-        ('{"certificate": "mantissa certificate", "version": 1}', "Field required"),
+        ('{"certificate": "mantissa certificate", "version": 1}', "expected this key, which is not there"),
         ('{"a": ' * 50 + "1" + "}" * 50, "not valid JSON"),
     ],
 )

@@ -51,7 +51,7 @@ def test_a_checkpoint_that_is_half_written_is_one_line(mantissa: Mantissa, finis
 
 def test_what_does_not_go_together_is_one_line(mantissa: Mantissa, finished: Path, tmp_path: Path) -> None:
     cert = tmp_path / "cert.json"
-    assert "expected a run's folder or a model" in mantissa("certify").error()
+    assert "expected the folder of a run or of a verl job, or a model" in mantissa("certify").error()
     assert "needs --model POLICY" in mantissa("certify", "--check", finished / "config.yaml").error()
     assert "no such file" in mantissa("certify", "--check", cert, "--model", finished).error()
     assert "a run has its recipe's" in mantissa("certify", finished, "--precision", "bf16", "--out", cert).error()

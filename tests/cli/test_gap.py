@@ -17,7 +17,7 @@ from html_page import Page
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import temporary_beside
 from mantissa.kernels import NativeKernels
-from mantissa.mismatch.metrics import gap_estimates
+from mantissa.mismatch.estimates import gap_estimates
 from mantissa.mismatch.tables import GAP_FIGURES
 from mantissa.model import load_model, load_tokenizer
 from mantissa.precision import FP32

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "mantissa"
-MOST_FILES, MOST_LINES = 15, 3113  # the goal is 3,000: the second may only fall
+MOST_FILES, MOST_LINES = 15, 2989  # the second may only fall
 RECIPE = """\
 name: one-page
 steps: 1
@@ -48,7 +48,7 @@ def test_the_core_is_an_afternoon_and_every_file_is_there() -> None:
     assert sum(bool(line.strip()) for text in texts[: len(core)] for line in text.splitlines()) <= MOST_LINES
 
 
-@pytest.mark.parametrize(("program", "most"), [("rl_loop", 33), ("train", 53)])  # the goals are 22 and 45
+@pytest.mark.parametrize(("program", "most"), [("rl_loop", 32), ("train", 52)])  # the goals are 22 and 45
 def test_what_a_program_enters_is_on_the_page(program: str, most: int, tmp_path: Path) -> None:
     (tmp_path / "one.yaml").write_text(RECIPE)
     arguments = [str(ROOT / "examples" / "rl_loop.py")] if program == "rl_loop" else ["train", "one.yaml"]

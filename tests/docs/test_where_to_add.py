@@ -189,7 +189,7 @@ def a_term(copy: Copy) -> str:
         "rl/terms/toy.py",
         '''"""Keeps the logits' log-partition near 0: ``1e-2 * sum scale * logsumexp(logits)^2``."""
 
-from mantissa.algorithms import Accumulator
+from mantissa.precision import Accumulator
 from mantissa.precision import masked_sum
 from mantissa.rl.terms.base import Term
 

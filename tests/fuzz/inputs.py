@@ -146,7 +146,11 @@ def peak(process: int | str = "self") -> int:
 
 
 def _readers_apart() -> list[int]:
-    return [each.process.pid for every in child._idle.values() for each in every]
+    found = []
+    for each in child._idle.get(os.getpid(), []):
+        each._listen(0.0)
+        found += [each.process.pid, each.pid]
+    return [pid for pid in found if Path(f"/proc/{pid}").exists()]  # they end where nobody asks them for long
 
 
 def _apart() -> int:
@@ -156,11 +160,11 @@ def _apart() -> int:
 
 
 def _seconds() -> float:
-    """Of the processor, of this process and those that read apart, ended or not."""
+    """Of the processor, of this process and those that read apart, ended or not, and those that they forked."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     ticks = 0
     for pid in _readers_apart():
-        ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+        ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
     return time.process_time() + ended.ru_utime + ended.ru_stime + ticks / os.sysconf("SC_CLK_TCK")
 
 

@@ -382,10 +382,13 @@ def test_a_lab_that_is_killed_goes_on_where_it_was_and_leaves_no_process(here: l
     assert (row["steps"], row["threads"], row["time"]) == (3, 1, began)
 
 
-def test_a_process_that_ends_badly_is_the_cells_error(there: Path) -> None:
-    work = run._Work(load_lab(written()))
-    work.call(["-c", "print('said')"], there / "well")
+def test_a_process_that_ends_badly_is_the_cells_error(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(run, "_LOOK_S", 0.1)
+    work = run._Work(load_lab(written()), told.append)
+    work.call(["-c", "import time; print('said', flush=True); time.sleep(0.5)"], there / "well")
     assert (there / "well.log").read_text() == "said\n"
+    assert told[-1] == "well: said"
     with pytest.raises(MantissaError, match=r"^exit code 1: too few \(all of it: .*badly\.log\)$"):
         work.call(["-c", "raise SystemExit('mantissa: error: too few')"], there / "badly")
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mantissa.mismatch.estimates import FEWEST, gap_estimates
 from mantissa.mismatch.intervals import student_interval
-from mantissa.mismatch.metrics import FEWEST, gap_estimates, gap_metrics
+from mantissa.mismatch.metrics import gap_metrics
 from mantissa.mismatch.tables import GAP_FIGURES
 
 NAMES = [figure.name for figure in GAP_FIGURES]

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mantissa.mismatch.metrics import gap_estimates, gap_metrics
+from mantissa.mismatch.estimates import gap_estimates
+from mantissa.mismatch.metrics import gap_metrics
 from mantissa.mismatch.tables import GAP_METRICS, Metric
 
 INF, NAN = float("inf"), float("nan")

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from experiences import learned, made_up
-from mantissa.algorithms import values
 from mantissa.kernels import Kernels, NativeKernels, SimulatedKernels
 from mantissa.model import Decoder, ModelConfig
-from mantissa.precision import BF16, FP16, FP32, token_logprob
+from mantissa.precision import BF16, FP16, FP32, token_logprob, values
 from mantissa.rl import score as module
 from mantissa.rl.assemble import Parts
 from mantissa.rl.experience import Scored, Sequences

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from experiences import dry_update, gradients, hugging_face, naive_sequences, sampled
-from mantissa.algorithms import values
 from mantissa.base.ranks import ALONE
 from mantissa.model.partition import kept_units
+from mantissa.precision import values
 from mantissa.rl.assemble import Parts, assemble, new_learner
 from mantissa.rl.experience import Scored
 from mantissa.rl.learner import Learner, weigh

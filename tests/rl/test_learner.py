@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from experiences import gradients, learned, sampled
-from mantissa.algorithms import FlowRLConfig, values
+from mantissa.algorithms import FlowRLConfig
 from mantissa.base.seeds import generator
 from mantissa.mismatch.metrics import gap_metrics
 from mantissa.model import load_model
+from mantissa.precision import values
 from mantissa.rl.assemble import Parts
 from mantissa.rl.experience import Experience, Scored, Weighed
 from mantissa.rl.learner import Learner, weigh

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from experiences import made_up
-from mantissa.algorithms import Accumulator, values
+from mantissa.precision import Accumulator, values
 from mantissa.rl.config.sections import AlgorithmConfig
 from mantissa.rl.experience import Scored, Weighed
 from mantissa.rl.learner import micro_loss, weigh

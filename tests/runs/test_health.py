@@ -40,18 +40,25 @@ def test_serious_excursions(values: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overflows", "skipped", "kind"),
+    ("overflows", "scales", "skipped", "kind"),
     [
-        ([4, 0, 0, 1, 0], 0, "healthy"),  # a first loss scale that was too high
-        ([4, 3, 0, 0, 0], 0, "healthy"),
-        ([4, 0, 0, 3, 0], 0, "unhealthy"),  # again, later, in a run so short
-        ([4, 0, 0, 0, 0], 1, "unhealthy"),  # a batch was lost
-        ([4, 4, 4, 4, 4], 0, "unhealthy"),  # none was found
+        ([4, 0, 0, 1, 0], (), 0, "healthy"),  # a first loss scale that was too high
+        ([4, 3, 0, 0, 0], (), 0, "healthy"),
+        ([4, 0, 0, 3, 0], (), 0, "unhealthy"),  # again, later, in a run so short
+        ([4, 0, 0, 3, 0], (8, 8, 8, 1, 1), 0, "healthy"),  # at the scale that it had come to: still the search
+        ([4, 0, 0, 3, 0], (8, 8, 16, 2, 2), 0, "unhealthy"),  # at one that had grown
+        ([4, *[0] * 9, 3, 0], (8,) * 12, 0, "watch"),  # too late
+        ([4, 0, 0, 0, 0], (), 1, "unhealthy"),  # a batch was lost
+        ([4, 4, 4, 4, 4], (), 0, "unhealthy"),  # none was found
     ],
 )
-def test_the_search_for_a_first_loss_scale_is_no_warning(overflows: list[int], skipped: int, kind: str) -> None:
+def test_the_search_for_a_first_loss_scale_is_no_warning(
+    overflows: list[int], scales: tuple[int, ...], skipped: int, kind: str
+) -> None:
     logged = [{"step": i, "precision/overflows": n, "precision/retries": n, "precision/skipped": skipped * (i == 1)}
               for i, n in enumerate(overflows, start=1)]  # fmt: skip
+    for row, scale in zip(logged, scales, strict=False):
+        row["precision/loss_scale"] = scale
     judged = judge(logged, check(logged, BF16), {})
     assert judged.kind == kind
     searched = not skipped and overflows[-1] == 0

@@ -40,7 +40,7 @@ class Server:
         self,
         argv: list[str],
         kill_when: Callable[[], bool] | None = None,
-        report: bool = False,
+        report: bool | None = None,
         slow: float = 0.02,
         cwd: Path | None = None,
         log: Path | None = None,
@@ -48,11 +48,12 @@ class Server:
     ) -> int:
         """Exit code of the process; -9 where it was killed, at the first moment that ``kill_when`` holds.
 
-        ``slow``: of one that is to be killed. What the killed one had started is gone when this returns. ``log``: where
-        it prints. ``victim``: which one is killed of the process, which is the first, and those that it has started.
+        ``slow``: of one that is to be killed; a ``report`` of which nothing is said is drawn of such a one. What the
+        killed one had started is gone when this returns. ``log``: where it prints. ``victim``: which one is killed of
+        the process, which is the first, and those that it has started.
         """
         slow = slow if kill_when else 0.0
-        report = report or kill_when is not None
+        report = kill_when is not None if report is None else report
         about = {"log": str(log or self.log), "cwd": None if cwd is None else str(cwd)}
         pid, family = self._ask({"argv": argv, "slow": slow, "report": report, **about}), dict[int, str]()
         deadline = time.monotonic() + 900  # of a machine with other work
@@ -128,6 +129,8 @@ def main() -> None:
     import pyarrow.parquet  # noqa: F401
     import safetensors.torch  # noqa: F401
     import torch
+    import torch._dynamo  # which the first optimizer imports
+    import torch.utils.tensorboard
     import transformers  # noqa: F401
 
     import mantissa.cli

@@ -22,10 +22,10 @@ from torch import Tensor
 
 import mantissa.rl.session
 from experiences import sampled
-from mantissa.algorithms import values
 from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import whole
 from mantissa.model.decoder import Norm
+from mantissa.precision import values
 from mantissa.rl import make_config, resume, start
 from mantissa.rl.assemble import assemble
 from mantissa.rl.experience import Experience

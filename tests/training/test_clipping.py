@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError
-from mantissa.training.step import adaptive_clip_
+from mantissa.training.clipping import adaptive_clip_
 
 SHAPES = [(6, 5), (4, 3, 2, 2), (7,), (), (1, 9)]
 

@@ -258,3 +258,44 @@ def test_flowrl_s_update_is_that_of_the_other_engine(model: Path, tmp_path: Path
     for name, value in mine.flowrl.flow.weights.items():
         assert torch.equal(value, again.flowrl.flow.weights[name])
     assert again.step.optimizer_tensors().keys() == mine.step.optimizer_tensors().keys()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("mantissa", {"precision": "fp32", "length": 16}), ("mantissa_fsdp2", {"param_dtype": "fp32"})],
+)
+def test_the_first_update_of_a_step_that_is_asked_for_is_kept(
+    model: Path, tmp_path: Path, strategy: str, options: dict[str, Any]
+) -> None:
+    """Whole: its tokens, the seeds of their draws, and the log-probs that the update's own forward gave."""
+    from tensordict import NonTensorStack
+    from verl.utils import tensordict_utils as tu
+
+    from mantissa.bench.certificate import read_kept, unhexed
+    from mantissa.verl.kept import BESIDE
+    from mantissa.verl.serving import request_seed, seed_of
+
+    engine, data = engine_of(model, strategy, options), batch()
+    data["rollout_log_probs"] = data["old_log_probs"]
+    data["response_mask"] = torch.nested.as_nested_tensor(
+        [*data["response_mask"].unbind()[:3], torch.zeros(1, dtype=torch.int64)], layout=torch.jagged
+    )  # the last response is a tool's
+    for name, values in {"index": list("abcd"), "session_id": [0, 1, 2, 3], "global_steps": [2] * 4}.items():
+        data[name] = NonTensorStack(*values)
+    sampling = {"temperature": 0.7, "max_tokens": 5}
+    asked = {"folder": str(tmp_path / "step-2"), "step": 2, "precision": {"train": "fp32"}, "seed": 3}
+    with engine.eval_mode():
+        scored = engine.infer_batch(data, None)["model_output"]["log_probs"]
+    for times in range(2):  # the second update has other weights
+        tu.assign_non_tensor(data, **{BESIDE: asked | {"sampling": sampling}})
+        with engine.train_mode():
+            engine.train_batch(data, loss())
+        kept = read_kept(tmp_path / "step-2")
+        assert [(list(each.prompt), list(each.response)) for each in kept.sequences] == ROWS[:3], times
+        for row, each in enumerate(kept.sequences):
+            named = {"global_steps": 2, "index": "abcd"[row], "session_id": row}
+            assert each.seed == request_seed(3, seed_of(named), each.prompt)
+            first = len(each.prompt) - 1
+            expected = scored.unbind()[row][first : first + len(each.response)]
+            assert torch.allclose(torch.tensor(unhexed(each.update)), expected, atol=1e-6)
+            assert unhexed(each.rollout) == data["old_log_probs"].unbind()[row].tolist()

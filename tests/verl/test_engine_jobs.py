@@ -27,6 +27,23 @@ def mantissa_job(folder: Path, options: str, *overrides: str, **more: Any) -> Jo
     return run_job(folder, *ours, *overrides, rollout="mantissa", external_lib="mantissa.verl.plugin", **more)
 
 
+def mantissa(*words: object) -> str:
+    """What a command of ours prints that ends well."""
+    command = [sys.executable, "-m", "mantissa", *map(str, words)]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": f"{ROOT}/src"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    return done.stdout
+
+
+def certified(job: Job, *more: str) -> None:
+    """What the job kept of a batch holds, and a check of it computes the same."""
+    file, checkpoints = job.folder / "certificate.json", job.folder / "checkpoints"
+    print(mantissa("certify", checkpoints, "--out", file, "--tokens", 64, *more))
+    print(mantissa("certify", "--check", file, "--model", checkpoints, "--tokens", 64, *more))
+
+
 def torch_name(name: str) -> str:
     return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[name]
 
@@ -55,6 +72,15 @@ def test_rollout_old_and_update_have_equal_log_probs(tmp_path: Path, name: str) 
     assert job.metrics[1]["actor/grad_norm"] > 0
 
 
+@VARIANT
+def test_what_verl_s_own_forward_gave_is_certified_by_its_size(tmp_path: Path) -> None:
+    """``mantissa_fsdp2`` beside our rollout, in fp16: our learner stands in for verl's."""
+    fp16 = (f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp16", f"{ROLLOUT}.dtype=float16", "+trainer.certify=2")
+    whole = f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+    plugin = {"rollout": "mantissa", "external_lib": "mantissa.verl.plugin"}
+    certified(run_job(tmp_path, f"{ACTOR}.strategy=mantissa_fsdp2", *fp16, whole, **plugin), "--allow-gap")
+
+
 @pytest.mark.parametrize(
     ("family", "name", "ranks"),
     [
@@ -70,8 +96,10 @@ def test_a_family_that_only_transformers_knows(tmp_path: Path, family: str, name
         f"{ACTOR}.use_kl_loss=True",
         f"{REF}.fsdp_config.dtype={torch_name(name)}",
         f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        "+trainer.certify=2",
     )
     job = mantissa_job(tmp_path, exact(name), *overrides, family=family, ranks=ranks)
+    certified(job)
     compared = sum(row["actor/mantissa/logprobs_compared"] for row in job.metrics.values())
     unlike = [row[f"actor/mantissa/logprobs_unlike_{of}"] for row in job.metrics.values() for of in ("rollout", "old")]
     print(f"{family} {name}: {unlike} of {compared:.0f} log-probs differ; {job.seconds:.0f} s")
@@ -146,8 +174,10 @@ def test_two_ranks_with_a_reference_and_an_entropy_bonus(tmp_path: Path, shard: 
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
         f"{ACTOR}.optim.lr_warmup_steps=2",
         f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        "+trainer.certify=2",
         ranks=2,
     )
+    certified(job)
     for row in job.metrics.values():
         assert row["actor/mantissa/logprobs_compared"] > 0
         assert row["actor/mantissa/logprobs_unlike_rollout"] == 0
@@ -155,23 +185,7 @@ def test_two_ranks_with_a_reference_and_an_entropy_bonus(tmp_path: Path, shard: 
     assert job.metrics[1]["actor/lr"] == pytest.approx(0.5e-3)  # verl's warm-up: the next step's
     assert job.metrics[2]["actor/lr"] == pytest.approx(1e-3)
     assert job.metrics[1]["actor/kl_loss"] == 0  # the first policy is the reference
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "mantissa",
-            "sample",
-            str(job.checkpoint(2) / "huggingface"),
-            "12+34",
-            "--max-tokens",
-            "8",
-        ],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}/src"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    mantissa("sample", job.checkpoint(2) / "huggingface", "12+34", "--max-tokens", 8)
 
 
 @pytest.mark.variants

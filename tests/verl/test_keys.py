@@ -110,6 +110,11 @@ def test_each_row_is_of_a_key_that_somebody_may_set() -> None:
         ({**OURS, "rollout.tensor_model_parallel_size": "2"}, "rollout.tensor_model_parallel_size", "one process"),
         ({**OURS, "actor.policy_loss.loss_mode": "flowrl"}, "actor.policy_loss.loss_mode", "mixed_precision.flowrl={}"),
         ({**OURS, f"{MIXED}.flowrl": "{beta: 15}"}, "actor.policy_loss.loss_mode", "expected flowrl"),
+        ({**OURS, "trainer.certify": "0"}, "trainer.certify", "expected the number of a step"),
+        ({**OURS, "trainer.certify": "3", "trainer.save_freq": "4"}, "trainer.certify", "the step after a checkpoint"),
+        ({**OURS, "trainer.certify": "2", "trainer.save_freq": "-1"}, "trainer.certify", "the step after a checkpoint"),
+        ({**OURS, "trainer.certify": "1", "trainer.use_v1": "False"}, "trainer.certify", "trainer.use_v1=true"),
+        ({**FSDP2, "trainer.certify": "1", "rollout.name": "vllm"}, "trainer.certify", "rollout.name=mantissa"),
         ({**FSDP2, "actor.fsdp_config.qat.enable": "True"}, "actor.fsdp_config.qat.enable", "strategy=fsdp2"),
         ({**FSDP2, "actor.fsdp_config.model_dtype": "bf16"}, "actor.fsdp_config.model_dtype", "masters"),
         ({"actor.strategy": "fsdp2", "ref.strategy": "mantissa", "ref.fsdp_config.param_offload": "True"},
@@ -144,6 +149,7 @@ def test_check_and_the_trainer_refuse_the_same(given: dict[str, str], key: str, 
         {**OURS, "actor.policy_loss.loss_mode": "flowrl", f"{MIXED}.flowrl": "{}"},
         {"actor.strategy": "megatron", "rollout.name": "vllm", "actor.policy_loss.loss_mode": "flowrl"},  # a fork's
         {**OURS, "ref.strategy": "fsdp2", "ref.fsdp_config.param_offload": "True"},
+        {**OURS, "trainer.certify": "5", "trainer.save_freq": "4"},
     ],
 )
 def test_what_is_right_for_its_engine_is_refused_by_nobody(given: dict[str, str]) -> None:

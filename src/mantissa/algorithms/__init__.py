@@ -1,13 +1,6 @@
 """Advantages, policy losses, rollout correction, aggregation: pure functions of tensors."""
 
 from mantissa.algorithms.advantages import ADVANTAGES, AdvantageKind, advantage, distillation, of_rewards
-from mantissa.algorithms.aggregation import (
-    Accumulator,
-    AggregationKind,
-    aggregation_scale,
-    merge,
-    values,
-)
 from mantissa.algorithms.correction import (
     CORRECTION_PRESETS,
     CorrectionConfig,
@@ -38,6 +31,7 @@ from mantissa.algorithms.losses import (
     Selecting,
     reverse_kl,
 )
+from mantissa.algorithms.losses.base import AggregationKind, aggregation_scale
 from mantissa.algorithms.losses.reinforce import centre
 from mantissa.algorithms.reference import KLConfig, ReferenceConfig, kl_loss, kl_reward, reference_drift
 
@@ -45,7 +39,6 @@ __all__ = [
     "ADVANTAGES",
     "CORRECTION_PRESETS",
     "LOSSES",
-    "Accumulator",
     "AdvantageKind",
     "AggregationKind",
     "CISPOConfig",
@@ -79,11 +72,9 @@ __all__ = [
     "importance_weights",
     "kl_loss",
     "kl_reward",
-    "merge",
     "of_rewards",
     "off_policy_mask",
     "reference_drift",
     "reverse_kl",
     "value_loss",
-    "values",
 ]  # fmt: skip

@@ -54,8 +54,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mantissa.algorithms.aggregation import Accumulator
 from mantissa.base.errors import MantissaError
+from mantissa.precision import Accumulator
 
 STD_EPSILON = 1e-6
 AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gdpo"]

@@ -41,10 +41,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from mantissa.algorithms.aggregation import Accumulator, AccumulatorKind
 from mantissa.base.config import Config
 from mantissa.base.errors import MantissaError, nearest
-from mantissa.precision import LOG_RATIO_BOUND, KLEstimator, kl_estimate
+from mantissa.precision import LOG_RATIO_BOUND, Accumulator, AccumulatorKind, KLEstimator, kl_estimate
 
 RejectUnit = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
 _USED_BY_MODE: dict[str, tuple[str, ...]] = {

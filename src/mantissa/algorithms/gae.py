@@ -24,9 +24,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from mantissa.algorithms.aggregation import Accumulator
 from mantissa.base.config import Config
-from mantissa.precision import masked_sum
+from mantissa.precision import Accumulator, masked_sum
 
 _WHITEN = 1e-8
 

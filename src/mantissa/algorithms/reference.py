@@ -40,10 +40,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from mantissa.algorithms.aggregation import Accumulator
 from mantissa.base.config import Config
 from mantissa.base.errors import MantissaError
-from mantissa.precision import LOG_RATIO_BOUND, KLEstimator, kl_estimate, masked_sum
+from mantissa.precision import LOG_RATIO_BOUND, Accumulator, KLEstimator, kl_estimate, masked_sum
 
 
 class ReferenceConfig(Config):

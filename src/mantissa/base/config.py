@@ -69,6 +69,8 @@ def first_mistake(error: ValidationError, known: Iterable[str]) -> tuple[str, st
     text = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     if first["type"] == "extra_forbidden":
         text = f"unknown key{nearest(str(first['loc'][-1]), known)}"
+    if first["type"] == "missing":
+        text = "expected this key, which is not there; add it"
     return ".".join(map(str, first["loc"])), text, first
 
 

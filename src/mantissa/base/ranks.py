@@ -21,6 +21,7 @@ import contextlib
 import os
 import socket
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -467,6 +468,21 @@ def distribute(
         fully_shard(module, **options)
     fully_shard(model, **options)
     return model
+
+
+def shard(modules: Iterable[nn.Module], device: torch.device, ranks: Ranks) -> None:
+    """A slice of each tensor of ``modules`` on each rank, gathered while that module runs; parts before wholes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    mesh = init_device_mesh(device.type, (ranks.world,))
+    for module in modules:
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)  # a sum: each rank's loss is a part of the batch's
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    # Exact kernels' logits are a view of a larger tensor. FSDP2 fears in-place changes of it; nobody makes any.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")
 
 
 def whole(value: Any) -> Any:

@@ -12,7 +12,7 @@ import hashlib
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import numpy as np
 from pydantic import Field, ValidationError
@@ -160,6 +160,22 @@ class Injected(Config):
     compared: int = Field(ge=1)
 
 
+class Kept(Config):
+    """What one rank of a verl job's learner kept of a step's first update (``+trainer.certify``, ``verl/kept.py``).
+
+    ``model``: the policy that the job began with. ``precision``: as a recipe says it. ``threads``: torch's, there.
+    """
+
+    kept: Literal["mantissa kept batch"]
+    version: Literal[1]
+    step: int = Field(ge=1)
+    model: Text
+    precision: dict[str, Any]
+    threads: int = Field(ge=1)
+    sampling: Sampling
+    sequences: tuple[Sequence, ...] = Field(min_length=1)
+
+
 class Certificate(Config):
     """See the module."""
 
@@ -185,26 +201,49 @@ class Certificate(Config):
 
 def read_certificate(path: Path) -> Certificate:
     """The certificate in a file. ``MantissaError``: it is none, truncated, of another version, or beyond bounds."""
-    again = "make it again with mantissa certify"
+    made = _read(path, Certificate, "certificate", "the file that mantissa certify --out wrote", "mantissa certify")
+    assert isinstance(made, Certificate)
+    return made
+
+
+def read_kept(folder: Path) -> Kept:
+    """What all ranks of a job kept of a step, in ``folder``. ``MantissaError``: as ``read_certificate``, and files of
+    two jobs."""
+    found: list[Kept] = []
+    for path in sorted(folder.glob("rank-*.json")):
+        each = _read(path, Kept, "kept", "what a verl job kept by +trainer.certify", "+trainer.certify")
+        assert isinstance(each, Kept)
+        found.append(each)
+    if not found:
+        raise MantissaError(f"{folder}: nothing was kept there; run the job with +trainer.certify=STEP up to that step")
+    first, sequences = found[0], tuple(sequence for each in found for sequence in each.sequences)
+    if any(each.model_copy(update={"sequences": first.sequences}) != first for each in found):
+        raise MantissaError(f"{folder}: its ranks are of two jobs; delete it, and run the job again")
+    return first.model_copy(update={"sequences": sequences})
+
+
+def _read(path: Path, kind: type[Certificate | Kept], name: str, expected: str, maker: str) -> Certificate | Kept:
+    again = f"make it again with {maker}"
     found = read_json(path, again, _LIMITS)
-    if not isinstance(found, dict) or found.get("certificate") != SCHEMA:
-        raise MantissaError(f"{path}: no certificate; expected the file that mantissa certify --out wrote")
+    (word,) = get_args(kind.model_fields[name].annotation)
+    if not isinstance(found, dict) or found.get(name) != word:
+        raise MantissaError(f"{path}: no {word.removeprefix('mantissa ')}; expected {expected}")
     if found.get("version") != VERSION:
         said = f"{found.get('version')!r:.40}"
         raise MantissaError(
-            f"{path}: a certificate in version {said} of its schema, and this is version {VERSION}; {again}, or use "
-            "the Mantissa that made it"
+            f"{path}: a {word.removeprefix('mantissa ')} in version {said} of its schema, and this is version "
+            f"{VERSION}; {again}, or use the Mantissa that made it"
         )
     try:
-        certificate = Certificate(**found)
-        for each in certificate.sequences:
+        made = kind(**found)
+        for each in made.sequences:
             _check_numbers(each)
     except ValidationError as error:
-        name, text, _ = first_mistake(error, Certificate.model_fields)
+        name, text, _ = first_mistake(error, kind.model_fields)
         raise MantissaError(f"{path}: {name}: {text:.300}; {again}") from None
     except ValueError as error:
         raise MantissaError(f"{path}: {error!s:.300}; {again}") from None
-    return certificate
+    return made
 
 
 def hexed(logp: Iterable[float]) -> tuple[str, ...]:

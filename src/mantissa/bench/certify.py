@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -188,18 +188,66 @@ def _in_place(sides: Sides, faulty: _Faulty, name: str) -> Iterator[None]:
 def certify(
     opened: Opened, asked: Asked, prompts: Sequence[Sequence[int]], tokens: int, device: torch.device, say: Say
 ) -> Certificate:
-    """Sample at least ``tokens`` tokens of the prompts (token ids), and compare the three sides of each."""
+    """Sample at least ``tokens`` tokens of the prompts (token ids), and compare the three sides of each.
+
+    Of a verl job the sides are what it kept. ``MantissaError``: its checkpoint does not give the same here.
+    """
     be_deterministic(device)
-    policy = policy_of(opened)
-    say("proving kernels")
-    with contextlib.closing(open_sides(opened, asked, max(map(len, prompts)) + asked.max_tokens, device)) as sides:
-        say("sampling")
-        sampled = sample(sides, prompts, tokens, 0 if opened.config is None else opened.config.seed)
-        say("scoring, and the update's own forward")
-        sequences = complete(sides, sampled)
+    policy, kept = policy_of(opened), opened.kept
+    with contextlib.ExitStack() as stack:
+        if kept is not None:
+            _check_tokens(kept.sequences, policy.vocabulary)
+            stack.enter_context(_threads(kept.threads, device))
+        say("proving kernels")
+        sides = open_sides(opened, asked, max(map(len, prompts)) + asked.max_tokens, device)
+        stack.enter_context(contextlib.closing(sides))
+        if kept is None:
+            say("sampling")
+            sequences = sample(sides, prompts, tokens, 0 if opened.config is None else opened.config.seed)
+            say("scoring, and the update's own forward")
+            again = mine = sequences = complete(sides, sequences)
+        else:
+            say("computing again what the job kept")
+            sequences = list(itertools.islice(kept.sequences, _enough(kept.sequences, tokens)))
+            again, mine = drawn_again(sides, sequences), complete(sides, sequences)
         say("turning bits")
-        weight, result = inject_weight(sides, sequences), inject_result(sides, sequences)
-    facts = formats_of(sides)
+        weight, result = inject_weight(sides, again), inject_result(sides, mine)
+        made = _certificate(policy, sides, sequences, weight, result, machine_of(device))
+    if kept is not None:
+        _agrees(made, again, mine)
+    return made
+
+
+def _check_tokens(sequences: Iterable[made_of.Sequence], vocabulary: int) -> None:
+    if any(token >= vocabulary for each in sequences for token in (*each.prompt, *each.response)):
+        raise MantissaError(f"a token beyond the vocabulary of {vocabulary}")
+
+
+def _enough(sequences: Iterable[made_of.Sequence], tokens: int) -> int:
+    """How many of the sequences, from the first, have so many tokens; all where they have fewer."""
+    lengths = itertools.accumulate(len(each.response) for each in sequences)
+    return 1 + sum(1 for _ in itertools.takewhile(lambda length: length < tokens, lengths))
+
+
+def _agrees(made: Certificate, again: Sequence[made_of.Sequence], mine: Sequence[made_of.Sequence]) -> None:
+    """``MantissaError`` where what a job kept is not what its checkpoint gives here: then nothing is certified."""
+    for each in _columns(made, made.sequences, again, mine, made.exact):
+        if not each.holds:
+            raise MantissaError(
+                f"{each.field}: what the job kept is not what its checkpoint gives here ({each.said}): certify it on "
+                "the machine that it ran on, with the same libraries; else its checkpoint is of other weights"
+            )
+
+
+def _certificate(
+    policy: made_of.Policy,
+    sides: Sides,
+    sequences: Sequence[made_of.Sequence],
+    weight: Injected | None,
+    result: Injected | None,
+    machine: made_of.Machine,
+) -> Certificate:
+    facts, asked = formats_of(sides), sides.asked
     return Certificate(
         certificate=made_of.SCHEMA,
         version=made_of.VERSION,
@@ -207,7 +255,7 @@ def certify(
         policy=policy,
         formats=facts,
         kernels=kernels_of(sides),
-        machine=machine_of(device),
+        machine=machine,
         sampling=made_of.Sampling(temperature=asked.temperature, max_tokens=asked.max_tokens),
         sequences=tuple(sequences),
         digests=digests_of(sequences),
@@ -386,9 +434,7 @@ def _sides_of(certificate: Certificate, opened: Opened, same: bool, device: torc
         sampling.max_tokens,
         vllm=certificate.kernels.engine == "vllm" and find_spec("vllm") is not None,
     )
-    vocabulary = certificate.policy.vocabulary
-    if any(token >= vocabulary for each in certificate.sequences for token in (*each.prompt, *each.response)):
-        raise MantissaError(f"a token beyond the vocabulary of {vocabulary}")
+    _check_tokens(certificate.sequences, certificate.policy.vocabulary)
     sides = open_sides(opened, asked, longest, device)
     backend = certificate.kernels.learner.backend
     if same and sides.precision.learner.backend != backend:
@@ -430,12 +476,8 @@ def _recomputed(
     certificate: Certificate, sides: Sides, chosen: Sequence[made_of.Sequence], bits: bool
 ) -> Iterator[Finding]:
     """The three sides, and both injected bits, here."""
-    mine = complete(sides, chosen)
-    for name in ("rescoring", "update"):
-        pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(chosen, mine, strict=True)]
-        yield _compared(certificate, f"sequences.{name}", pairs, bits)
-    again = drawn_again(sides, chosen)
-    yield _sampled(certificate, chosen, again, bits)
+    mine, again = complete(sides, chosen), drawn_again(sides, chosen)
+    yield from _columns(certificate, chosen, again, mine, bits)
     whole = bits and len(chosen) == len(certificate.sequences)
     weight = certificate.injected_weight
     if weight is not None:
@@ -446,6 +488,20 @@ def _recomputed(
     for name in ("injected_weight", "injected_result"):
         if getattr(certificate, name) is None:
             yield Finding(name, False, "no bit that was turned was seen: the comparison could not fail")
+
+
+def _columns(
+    certificate: Certificate,
+    chosen: Sequence[made_of.Sequence],
+    again: Sequence[made_of.Sequence],
+    mine: Sequence[made_of.Sequence],
+    bits: bool,
+) -> Iterator[Finding]:
+    """Each side's log-probs, and the tokens: of the certificate, and from here."""
+    for name in ("rescoring", "update"):
+        pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(chosen, mine, strict=True)]
+        yield _compared(certificate, f"sequences.{name}", pairs, bits)
+    yield _sampled(certificate, chosen, again, bits)
 
 
 def _compared(

@@ -36,7 +36,7 @@ from mantissa.bench.options import PAIRS, GapConfig
 from mantissa.doctor.dump import routes
 from mantissa.kernels import Emulation, ResolvedPrecision, learner_kernels, resolve, rollout_kernels
 from mantissa.kernels.roles import emulated
-from mantissa.mismatch.metrics import gap_estimates
+from mantissa.mismatch.estimates import gap_estimates
 from mantissa.model import Tokenizer, policy_weights
 from mantissa.precision import SCHEMES, PrecisionPolicy
 from mantissa.rl.assemble import build_engine, exact_plan, prove

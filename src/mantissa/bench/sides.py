@@ -50,13 +50,15 @@ _MOST_ROUNDS = 64  # of sampling, where completions end at once
 
 @dataclass(frozen=True)
 class Opened:
-    """A policy as it was found: a ``Decoder``, or transformers' own model; of a run with its recipe and version."""
+    """A policy as it was found: a ``Decoder``, or transformers' own model; of a run with its recipe and version, of a
+    verl job with what it kept."""
 
     model: Any
     tokenizer: Tokenizer
     config: RunConfig | None = None
     version: int | None = None
     task: Task | None = None
+    kept: made_of.Kept | None = None
 
     @property
     def by_transformers(self) -> bool:
@@ -77,7 +79,7 @@ class Opened:
 
 
 def open_policy_of(path: str, by_transformers: bool = False) -> Opened:
-    """What ``path`` names: a run at its newest checkpoint, its ``step-N``, or any model.
+    """What ``path`` names: a run at its newest checkpoint, its ``step-N``, a verl job's folder, or any model.
 
     ``by_transformers``: of a model, by transformers' own code also where our decoder knows it.
     ``MantissaError``: neither, a run without a checkpoint, or one that is half written.
@@ -87,6 +89,8 @@ def open_policy_of(path: str, by_transformers: bool = False) -> Opened:
         return _open_run(folder.parent.parent, int(folder.name.removeprefix("step-")))
     if (folder / "config.yaml").is_file():
         return _open_run(folder, None)
+    if kept := sorted(folder.glob("certify/step-*"), key=lambda each: int(each.name.removeprefix("step-"))):
+        return _open_job(folder, made_of.read_kept(kept[-1]))
     if by_transformers:
         return Opened(*open_transformers(path))
     model, tokenizer, _ = open_any(policy_folder(path))
@@ -113,6 +117,28 @@ def _open_run(folder: Path, step: int | None) -> Opened:
     return Opened(model, tokenizer, config, int(checkpoint.state["step"]["updates"]), task)
 
 
+def _open_job(folder: Path, kept: made_of.Kept) -> Opened:
+    """A verl job's policy as it was when the batch was sampled: the checkpoint before that step, or its model."""
+    actor = folder / f"global_step_{kept.step - 1}" / "actor"
+    if kept.step > 1 and not actor.is_dir():
+        raise MantissaError(f"{actor} is not there, and it sampled the batch that was kept; keep its checkpoint")
+    whole = actor / "huggingface"
+    ours = kept.step > 1 and (actor / "mantissa").is_dir()
+    if kept.step > 1 and not ours and not list(whole.glob("*.safetensors")):
+        raise MantissaError(
+            f"{whole} holds no weights; run the job with hf_model among actor.checkpoint.save_contents, or with "
+            "+trainer.certify=1, whose weights are the model's own"
+        )
+    model, tokenizer, _ = open_any(policy_folder(kept.model if ours or kept.step == 1 else str(whole)))
+    version = None if kept.step > 1 else 0
+    if ours:
+        checkpoint = load_checkpoint(actor / "mantissa")
+        version = int(checkpoint.state["step"]["updates"])
+        named = policy_weights(model) if isinstance(model, Decoder) else dict(model.named_parameters())
+        load_weights({name: weight.detach() for name, weight in named.items()}, checkpoint.policy)
+    return Opened(model if isinstance(model, Decoder) else model.eval(), tokenizer, version=version, kept=kept)
+
+
 @dataclass(frozen=True)
 class Asked:
     """How a policy is to compute: ``backend`` of its precision only where the machine is the certificate's.
@@ -128,8 +154,13 @@ class Asked:
 
 
 def asked_of(opened: Opened, pair: str | None, max_tokens: int | None) -> Asked:
-    """Of a run what its recipe says; of a model ``pair``, as ``mantissa gap`` names it, by default exact in bf16."""
-    config = opened.config
+    """Of a run what its recipe says, of a job what it kept; of a model ``pair``, as ``mantissa gap`` names it, by
+    default exact in bf16."""
+    config, kept = opened.config, opened.kept
+    if kept is not None:
+        if pair is not None or max_tokens is not None:
+            raise MantissaError("--precision and --max-tokens: a verl job has its own; leave them out")
+        return Asked(PrecisionPolicy.parse(kept.precision), None, kept.sampling.temperature, kept.sampling.max_tokens)
     if config is None:
         return Asked(*parse_pair(pair or "exact"), 1.0, max_tokens or 32)
     if pair is not None:
@@ -340,7 +371,12 @@ def complete(sides: Sides, sequences: Sequence[made_of.Sequence]) -> list[made_o
 
 
 def prompts_of(opened: Opened, path: Path | None, tokens: int) -> list[list[int]]:
-    """Token ids of prompts: of a file, of the run's own problems, or of the package's, no more than tokens."""
+    """Token ids of prompts: of a file, of the run's own problems, or of the package's, no more than tokens; of a verl
+    job those that it kept."""
+    if opened.kept is not None:
+        if path is not None:
+            raise MantissaError(f"--prompts {path}: a verl job is certified by the batch that it kept; leave it out")
+        return [list(each.prompt) for each in opened.kept.sequences]
     if path is None and opened.task is not None:
         problems = opened.task.split("train")[:tokens]
         texts: list[Any] = [each.prompt for each in problems]

@@ -154,7 +154,8 @@ def progress(line: str) -> None:
     """One line on stderr that is overwritten, and goes where it is empty; where that is no terminal, the newest line
     after 3 seconds and then every 20."""
     if sys.stderr.isatty():
-        print(f"\r\x1b[2K{visible(line)}", end="", file=sys.stderr, flush=True)  # the line's own escapes
+        room = shutil.get_terminal_size().columns - 1  # what goes on in the next row is not wiped out
+        print(f"\r\x1b[2K{visible(line)[:room]}", end="", file=sys.stderr, flush=True)  # the line's own escapes
     else:
         _heart.at(line)
 
@@ -263,11 +264,13 @@ class Commands(TyperGroup):
             return None
         stem = cmd_name.replace("-", "_")
         module = importlib.import_module(f"mantissa.cli.{_BESIDE.get(cmd_name, stem)}")
-        if hasattr(module, "app"):
-            return typer.main.get_command(module.app)
         alone = typer.Typer(**_LOOKS)
-        alone.command(cmd_name, cls=getattr(module, "Command", None), short_help=line)(getattr(module, stem))
-        return typer.main.get_command(alone)
+        if not hasattr(module, "app"):
+            alone.command(cmd_name, cls=getattr(module, "Command", None), short_help=line)(getattr(module, stem))
+        command = typer.main.get_command(getattr(module, "app", alone))
+        for each in (command, *getattr(command, "commands", {}).values()):
+            each.help = re.sub(r"(?<=\S)\n(?=\S)", " ", each.help or "")  # a terminal breaks its lines by itself
+        return command
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """The groups' lines as they stand here: no command is imported for them."""

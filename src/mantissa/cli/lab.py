@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mantissa.base.errors import MantissaError, say
-from mantissa.cli import split, tell, there
+from mantissa.cli import progress, split, tell, there
 
 if TYPE_CHECKING:
     from mantissa.lab import Lab
@@ -68,10 +68,10 @@ def lab(
     if dry_run:
         _note_uncommitted(chosen)
         say(f"disk: about {size_text(needed(chosen, cells, count))}; {size_text(free(chosen))} are free")
-        _print_bill(chosen.name, [cell.name for cell in cells], bill(chosen, cells, tell), count)
+        _print_bill(chosen.name, [cell.name for cell in cells], bill(chosen, cells, _told, progress), count)
         return
     checks = {"space_check": not no_space_check, "exploratory": exploratory}
-    rows = Rows(chosen) if page else run_lab(chosen, cells, count, tell, **checks)
+    rows = Rows(chosen) if page else run_lab(chosen, cells, count, _told, at=progress, **checks)
     for line in answers(rows):
         tell(line)
     say(f"page: {write_page(rows)}")
@@ -80,6 +80,12 @@ def lab(
         raise MantissaError(
             f"{len(failed)} of {len(cells)} cells failed: {', '.join(failed)}; the page has their errors"
         )
+
+
+def _told(text: str) -> None:
+    """Print a text where the line of what is at work stood."""
+    progress("")
+    tell(text)
 
 
 def _note_uncommitted(lab: Lab) -> None:

@@ -21,7 +21,8 @@ def metrics(
 
     found = [metric for metric in METRICS if metric.name == name] or [each for each in METRICS if name in each.name]
     if not found:
-        raise MantissaError(f"no metric has {name!r} in its name{nearest(name, [each.name for each in METRICS])}")
+        meant = nearest(name, [each.name for each in METRICS])
+        raise MantissaError(f"no metric has {name!r} in its name{meant}; mantissa metrics lists them all")
     wide = shutil.get_terminal_size().columns
     for metric in found:
         healthy = f"  healthy: {metric.healthy_text}" if metric.healthy_text else ""

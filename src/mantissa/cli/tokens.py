@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mantissa.base.errors import MantissaError, say
-from mantissa.cli import Model, progress, there
+from mantissa.cli import Model, progress, tell, there
 
 
 def tokens(
@@ -51,13 +51,15 @@ def tokens(
         parted += bool(found)
         for place in found:
             seen[place.border] = MEANINGS[place.border]
-            said = json.dumps({"dialogue": count} | vars(place)) if as_json else f"dialogue {count}, {place}"
-            say(said)
+            if as_json:
+                say(json.dumps({"dialogue": count} | vars(place)))
+            else:
+                tell(f"dialogue {count}, {place}")
     if not count:
         raise MantissaError(f"{dialogues}: no dialogue in it; expected a line of JSON for each")
     if not as_json:
         for border, meaning in seen.items():
-            say(f"  - {border}: {meaning}")
-        say(f"{parted} of {count} dialogues have other tokens when they are encoded again" if parted else
+            tell(f"{border}: {meaning}")
+        tell(f"{parted} of {count} dialogues have other tokens when they are encoded again" if parted else
             f"All {count} dialogues have the same tokens when they are encoded again")  # fmt: skip
     raise typer.Exit(1 if parted else 0)

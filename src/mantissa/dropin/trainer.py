@@ -54,9 +54,10 @@ from mantissa.guard import GuardConfig
 from mantissa.guard.watch import Watch
 from mantissa.precision import FP32
 from mantissa.training import checkpoint
+from mantissa.training.clipping import adaptive_clip_
 from mantissa.training.optimizer import COMPENSATION, Masters, check_masters
 from mantissa.training.scaler import LossScaler, ScalerConfig
-from mantissa.training.step import OptimizerStep, StepOutcome, adaptive_clip_
+from mantissa.training.step import OptimizerStep, StepOutcome
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 

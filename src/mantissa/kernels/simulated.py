@@ -301,10 +301,7 @@ class Linear(Operation):
 
 
 class RMSNorm(Operation):
-    """y = w * n, n = round(x * s), s = (mean(x^2) + eps)^-1/2. dx = s * (dn - xs * mean(dn * xs)), dn = round(dy * w).
-
-    dw = sum of round(dy * n) over rows: autograd makes a half tensor of the product before it sums.
-    """
+    """y = w * n, n = round(x * s), s = (mean(x^2) + eps)^-1/2."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, fmt: NumberFormat) -> Tensor:
@@ -316,22 +313,32 @@ class RMSNorm(Operation):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        fmt = ctx.fmt
         x, weight, scale = ctx.saved_tensors
-        grad = round_to_format(grads[0], ctx.fmt)
-        normed = x * scale
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            rounded = round_to_format(normed, ctx.fmt)  # in fp32 the same tensor, which is needed again
-            terms = round_to_format_(rounded * grad if rounded is normed else rounded.mul_(grad), ctx.fmt)
-            grad_weight = terms.reshape(-1, x.shape[-1]).sum(0)
-        grad_normed = round_to_format_(grad * weight, ctx.fmt)
-        projection = (grad_normed * normed).mean(-1, keepdim=True)
-        grad_x = grad_normed.sub_(normed.mul_(projection)).mul_(scale)
-        return round_to_format_(grad_x, ctx.fmt), grad_weight, None, None
+        grad = round_to_format(grads[0], fmt)
+        return *norm_gradients(ctx, grad, x, weight, scale, lambda x: round_to_format_(x, fmt)), None, None
+
+
+def norm_gradients(
+    ctx: Any, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, rounded: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """RMSNorm's, of x and of the weight, in every family: ``rounded`` rounds a tensor, in place or to a half's dtype.
+
+    dx = s * (dn - xs * mean(dn * xs)), dn = round(dy * w). dw = sum of round(dy * n) over rows: autograd makes a half
+    tensor of the product before it sums. ``scale``: s, fp32. ``grad``: dy, rounded.
+    """
+    normed = x.float() * scale
+    grad_weight = None
+    if ctx.needs_input_grad[1]:
+        n = rounded(x.float() * scale)  # anew, since ``normed`` is needed as it is
+        grad_weight = rounded(n.mul_(grad)).reshape(-1, x.shape[-1]).sum(0)
+    grad_normed = rounded(grad * weight).float()
+    projection = (grad_normed * normed).mean(-1, keepdim=True)
+    return rounded(grad_normed.sub_(normed.mul_(projection)).mul_(scale)), grad_weight
 
 
 class _SwiGLU(Operation):
-    """y = round(silu(g)) * u. du = dy * silu(g); dg = round(dy * u) * sigmoid(g) * (1 + g * (1 - sigmoid(g)))."""
+    """y = round(silu(g)) * u."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, fmt: NumberFormat) -> Tensor:
@@ -342,12 +349,19 @@ class _SwiGLU(Operation):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        fmt = ctx.fmt
-        grad = grads[0]  # on the grid: the one consumer of y is a product, which rounds what it returns
-        grad_up = round_to_format_(round_to_format_(F.silu(gate), fmt).mul_(grad), fmt)
-        grad_silu = round_to_format_(grad * up, fmt)
-        grad_gate = torch.ops.aten.silu_backward(grad_silu, gate)
-        return round_to_format_(grad_gate, fmt), grad_up, None
+        # dy is on the grid: the one consumer of y is a product, which rounds what it returns
+        return *unit_gradients(grads[0], gate, up, lambda x: round_to_format_(x, ctx.fmt)), None
+
+
+def unit_gradients(
+    grad: Tensor, gate: Tensor, up: Tensor, rounded: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """SwiGLU's, of gate and up, in every family: ``rounded`` rounds a new tensor; that of half tensors is the identity.
+
+    du = round(dy * round(silu(g))); dg = round(dy * u) * sigmoid(g) * (1 + g * (1 - sigmoid(g))), rounded.
+    """
+    grad_up = rounded(rounded(F.silu(gate)).mul_(grad))
+    return rounded(torch.ops.aten.silu_backward(rounded(grad * up), gate)), grad_up
 
 
 class _Sigmoid(Operation):

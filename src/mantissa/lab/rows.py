@@ -203,9 +203,18 @@ def reduced(rows: Sequence[Row], measure: Measure) -> float | None:
     return sum(values) / (1 if measure.how == "sum" else len(values))
 
 
+def last_line(path: Path) -> str:
+    """What a process that is at work has last said."""
+    return (_lines(path) or ["begun"])[-1]
+
+
+def _lines(path: Path) -> list[str]:
+    return [line for line in path.read_text(errors="replace").splitlines() if line.strip()] if path.is_file() else []
+
+
 def last_words(path: Path) -> str:
     """What a failed process said at last: its error's line, an exception's, or the last one, which may be a warning."""
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()] if path.is_file() else []
+    lines = _lines(path)
     for of_error in (r"mantissa: error: ", r"[\w.]+(Error|Exception|Interrupt|Exit)\b", r""):
         said = next((line for line in reversed(lines) if re.match(of_error, line)), None)
         if said is not None:

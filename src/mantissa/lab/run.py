@@ -29,20 +29,23 @@ from mantissa.base.provenance import CODE
 from mantissa.base.readers.json import parse_json, read_json
 from mantissa.lab.disk import require_room
 from mantissa.lab.plan import EXPLORATORY, Cell, Lab, committed, digest_of, warm_config
-from mantissa.lab.rows import FAILED, Row, Rows, last_words, row_of_gap, row_of_run
+from mantissa.lab.rows import FAILED, Row, Rows, last_line, last_words, row_of_gap, row_of_run
 from mantissa.rl.config.run import RunConfig
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.gap_page import ROWS as GAP_ROWS
 from mantissa.runs.live import duration
 
 Say = Callable[[str], None]
+_LOOK_S = 2.0  # between two looks at what a process last said
 _MEASURED, _MEASURED_TOKENS = 3, 16  # a bill's steps, of which the first is a warm-up; and tokens of its gap
 
 
 def run_lab(
-    lab: Lab, cells: Sequence[Cell], workers: int, say: Say, *, space_check: bool = True, exploratory: bool = False
-) -> Rows:
-    """Run what is not finished of ``cells``; returns the lab's rows. ``MantissaError`` before anything is run where the
+    lab: Lab, cells: Sequence[Cell], workers: int, say: Say, *, at: Say | None = None, space_check: bool = True,
+    exploratory: bool = False,
+) -> Rows:  # fmt: skip
+    """Run what is not finished of ``cells``; returns the lab's rows. ``at`` is told every other second what a process
+    last said. ``MantissaError`` before anything is run where the
     lab's file is not committed and this is not ``exploratory``, where a folder holds another run than the file says,
     where another code began a part of it, where another process is at work on this lab, or, with ``space_check``, where
     the disk has less room than they take."""
@@ -58,7 +61,7 @@ def run_lab(
             require_room(lab, todo, workers)
         rows.register(mark)
         say(f"lab {lab.name}: {len(todo)} of {len(cells)} cells to run, {workers} at a time")
-        work = _Work(lab)
+        work = _Work(lab, at)
         count, lock = 0, threading.Lock()
         with ThreadPoolExecutor(workers) as pool:
             futures = {pool.submit(work.row, cell): cell for cell in todo}
@@ -95,8 +98,8 @@ def _at_work(lab: Lab) -> Iterator[None]:
 class _Work:
     """What the workers share: the processes that run, and the warm starts that are made or being made."""
 
-    def __init__(self, lab: Lab) -> None:
-        self.lab = lab
+    def __init__(self, lab: Lab, at: Say | None = None) -> None:
+        self.lab, self._at = lab, at
         self._processes: set[subprocess.Popen[bytes]] = set()
         self._warm: dict[str, threading.Lock] = {}
         self._token_seconds: dict[str, float] = {}  # of a bill, by kind of gap
@@ -187,7 +190,13 @@ class _Work:
                     env=_one_thread(),
                 )
                 self._processes.add(process)
-            code = process.wait()
+            code = None
+            while code is None:
+                try:
+                    code = process.wait(_LOOK_S)
+                except subprocess.TimeoutExpired:
+                    if self._at is not None:
+                        self._at(f"{folder.name}: {last_line(log)}")
             with self._guard:
                 self._processes.discard(process)
         if code:
@@ -272,13 +281,14 @@ def _check_folder(lab: Lab, cell: Cell) -> None:
         )
 
 
-def bill(lab: Lab, cells: Sequence[Cell], say: Say) -> dict[str, float | None]:
+def bill(lab: Lab, cells: Sequence[Cell], say: Say, at: Say | None = None) -> dict[str, float | None]:
     """Seconds that a run of each of the grid's points takes: of a finished one its own, of the others by measured
     steps of the first seed, from random weights or the model as it is (of a gap: by few tokens); None where that
-    failed, which is said. Measured one at a time. Neither warm starts nor evaluations are in it.
+    failed, which is said; ``at`` as of ``run_lab``. Measured one at a time. Neither warm starts nor evaluations are
+    in it.
     """
     rows, found = Rows(lab), dict[str, float | None]()
-    work, kinds = _Work(lab), len({cell.name for cell in cells})
+    work, kinds = _Work(lab, at), len({cell.name for cell in cells})
     for cell in cells:
         if cell.name in found:
             continue

@@ -17,6 +17,10 @@ from mantissa.rl.config.run import load_recipe  # noqa: E402
 from mantissa.rl.session import warm_start  # noqa: E402
 
 
+def _said(row: dict[str, float]) -> None:
+    say("  ".join(f"{name.removeprefix('warm_start/')} {value:.4g}" for name, value in row.items()))
+
+
 def main(recipe: str, folder: str) -> None:
     """Make it and write it to ``folder``; each evaluation is a line on stdout."""
     config = load_recipe(recipe)
@@ -24,7 +28,7 @@ def main(recipe: str, folder: str) -> None:
     parts = assemble(config)
     try:
         params = parts.sampler.params_of(config.rollout)
-        warm_start(parts, config.warm_start, params, lambda row: say(str(row)))
+        warm_start(parts, config.warm_start, params, _said)
     finally:
         parts.close()
     parts.save(Path(folder))

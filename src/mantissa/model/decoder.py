@@ -13,15 +13,14 @@ that the policy multiplies: with low-rank adapters (``lora.py``) not the paramet
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from mantissa.base.ranks import Ranks
+from mantissa.base.ranks import Ranks, shard
 from mantissa.kernels import Kernels, Traced
 from mantissa.model.config import ExpertsShape, LoraShape, ModelConfig
 from mantissa.model.experts import Mixture, Route, Router, mixed, quiet
@@ -399,18 +398,3 @@ def place(model: Decoder, device: torch.device, ranks: Ranks) -> Decoder:
     shard((*model.model.layers, model), device, ranks)
     register_fsdp_forward_method(model, "within")
     return model
-
-
-def shard(modules: Iterable[nn.Module], device: torch.device, ranks: Ranks) -> None:
-    """A slice of each tensor of ``modules`` on each rank, gathered while that module runs; parts before wholes."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, fully_shard
-
-    mesh = init_device_mesh(device.type, (ranks.world,))
-    for module in modules:
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)
-        assert isinstance(module, FSDPModule)
-        module.set_gradient_divide_factor(1.0)  # a sum: each rank's loss is a part of the batch's
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-    # Exact kernels' logits are a view of a larger tensor. FSDP2 fears in-place changes of it; nobody makes any.
-    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")

@@ -9,6 +9,8 @@ from mantissa.precision.formats import (
     FP16,
     FP32,
     LOG_RATIO_BOUND,
+    Accumulator,
+    AccumulatorKind,
     KLEstimator,
     NumberFormat,
     clamped_log_ratio,
@@ -18,11 +20,13 @@ from mantissa.precision.formats import (
     kl_estimate,
     masked_mean,
     masked_sum,
+    merge,
     round_by_arithmetic,
     round_stochastically,
     round_to_format,
     round_to_format_,
     token_logprob,
+    values,
 )
 from mantissa.precision.policy import (
     PRESETS,
@@ -47,9 +51,9 @@ from mantissa.precision.schemes import (
 
 __all__ = [
     "ALONG_COLUMNS", "ALONG_ROWS", "BF16", "DIAL", "E4M3", "E5M2", "FORMATS", "FP16", "FP32", "LOG_RATIO_BOUND",
-    "PRESETS", "SCHEMES", "SQUARE", "BlockScaled", "Coded", "Fp8Policy", "KLEstimator", "NumberFormat",
-    "PrecisionPolicy", "Quantized", "Scheme",
-    "clamped_log_ratio", "dequantize", "entropy", "format_named", "int8_codes", "is_on_grid", "kl_estimate",
-    "masked_mean", "masked_sum", "quantize", "round_by_arithmetic", "round_cached", "round_in_blocks",
-    "round_stochastically", "round_to_format", "round_to_format_", "token_logprob",
+    "PRESETS", "SCHEMES", "SQUARE", "Accumulator", "AccumulatorKind", "BlockScaled", "Coded", "Fp8Policy",
+    "KLEstimator", "NumberFormat", "PrecisionPolicy", "Quantized", "Scheme", "clamped_log_ratio", "dequantize",
+    "entropy", "format_named", "int8_codes", "is_on_grid", "kl_estimate", "masked_mean", "masked_sum", "merge",
+    "quantize", "round_by_arithmetic", "round_cached", "round_in_blocks", "round_stochastically", "round_to_format",
+    "round_to_format_", "token_logprob", "values",
 ]  # fmt: skip

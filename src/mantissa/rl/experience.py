@@ -18,9 +18,8 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from mantissa.algorithms import Accumulator
 from mantissa.base.ranks import ALONE, Ranks
-from mantissa.precision import masked_mean
+from mantissa.precision import Accumulator, masked_mean
 from mantissa.rollout.engine import most_probable, supports, told
 from mantissa.rollout.sampling import Completion
 from mantissa.rollout.support import Support

@@ -37,7 +37,6 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.algorithms import (
-    Accumulator,
     FlowRLConfig,
     OfTeacher,
     ReinforceConfig,
@@ -49,7 +48,6 @@ from mantissa.algorithms import (
     gae,
     importance_weights,
     kl_reward,
-    merge,
     of_rewards,
     off_policy_mask,
     reference_drift,
@@ -58,7 +56,7 @@ from mantissa.base.ranks import ALONE, Ranks
 from mantissa.base.seeds import derive_seed, generator
 from mantissa.kernels import Kernels, NativeKernels
 from mantissa.model import Decoder, Replay, policy_weights, trained_parameters
-from mantissa.precision import FP32
+from mantissa.precision import FP32, Accumulator, merge
 from mantissa.rl.config.sections import AlgorithmConfig, OptimizerConfig
 from mantissa.rl.experience import Scored, Sequences, Weighed
 from mantissa.rl.score import Forward, OnTokenLogits, ReferencePolicy, forward, scatter, score, together

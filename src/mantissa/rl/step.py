@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 
-from mantissa.algorithms import values
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import is_full
 from mantissa.mismatch.metrics import gap_metrics
-from mantissa.precision import masked_mean
+from mantissa.precision import masked_mean, values
 from mantissa.rl.batch import Batch
 from mantissa.rl.config.sections import EvaluationConfig
 from mantissa.rl.experience import Experience, Scored, Weighed

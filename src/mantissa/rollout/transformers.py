@@ -28,10 +28,9 @@ from mantissa.adopted.altered import Altered
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import atomic_folder
 from mantissa.base.hub import read_object
-from mantissa.base.ranks import Ranks
+from mantissa.base.ranks import Ranks, shard
 from mantissa.kernels import ResolvedRole
 from mantissa.model import Tokenizer
-from mantissa.model.decoder import shard
 from mantissa.precision import BF16, FP16, FP32, Fp8Policy, NumberFormat, round_to_format, token_logprob
 from mantissa.rollout.engine import peak, require_held
 from mantissa.rollout.generation import StopStrings

@@ -3,6 +3,7 @@ gap for its formats (``mantissa.mismatch.usual``), and whose is it (``mantissa.m
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ _LAST = 10  # steps at the end, at most, whose spread is said beside a mean
 _HARDLY_ANY = 0.02  # accuracy on the best step below which a run is said to have learned next to nothing
 _NOISE = 0.05  # by which a share may leave [0, 1] without anything to be said about it
 _SEARCH = ("precision/overflows", "precision/retries")  # how a loss scale that begins too high comes to fit
+_SEARCHED = 10  # steps within which one does: larger gradients than the first step's may want it lower still
 _HEADLINE = {
     "healthy": "Healthy: every metric is in its range",
     "watch": "Watch: a metric left its range for a while, and is back",
@@ -109,19 +111,26 @@ def check(rows: Sequence[dict[str, Any]], expected: Usual) -> list[Excursion]:
 
 
 def searching(rows: Sequence[dict[str, Any]]) -> int:
-    """With how many steps a run began that overflowed, were retried and lost no batch: its first loss scale was too
-    high."""
-    for count, row in enumerate(rows):
-        if not row.get("precision/overflows") or row.get("precision/skipped"):
-            return 0 if row.get("precision/skipped") else count
-    return 0  # one that never came to fit is no search
+    """How many steps a run began with until a first loss scale that was too high had come to fit; 0 where it did not.
+
+    The steps that overflowed from the first on, and whichever of the first ten did while the scale, where it is logged,
+    had only fallen; none of them lost a batch, and the next does not overflow.
+    """
+    last = 0
+    for count, row in enumerate(rows[:_SEARCHED], 1):
+        scales = series(rows[:count], "precision/loss_scale")[1]
+        fell = scales.size == count and all(a >= b for a, b in itertools.pairwise(scales))
+        if row.get("precision/overflows") and (count == last + 1 or fell):
+            last = count
+    lost = any(row.get("precision/skipped") for row in rows[:last])
+    return last if last < len(rows) and not rows[last].get("precision/overflows") and not lost else 0
 
 
 def _found(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     """What is to be said where a loss scale was searched for."""
     if not (steps := searching(rows)):
         return ()
-    overflows = int(sum(row["precision/overflows"] for row in rows[:steps]))
+    overflows = int(sum(row.get("precision/overflows", 0) for row in rows[:steps]))
     where = "in the first step" if steps == 1 else f"in the first {steps} steps"
     times = "1 overflow" if overflows == 1 else f"{overflows} overflows"
     return (f"The first loss scale was too high: {times} {where}, retried without a lost batch.",)

@@ -11,6 +11,7 @@ from mantissa.training.checkpoint import (
     saved_state,
     saved_steps,
 )
+from mantissa.training.clipping import adaptive_clip_
 from mantissa.training.gradients import where_nonfinite
 from mantissa.training.nonfinite import FirstNonfinite, first_nonfinite
 from mantissa.training.optimizer import (
@@ -32,7 +33,7 @@ from mantissa.training.scaler import (
     gradients_of,
     scaler_for,
 )
-from mantissa.training.step import Backward, OptimizerStep, StepOutcome, adaptive_clip_
+from mantissa.training.step import Backward, OptimizerStep, StepOutcome
 
 __all__ = [
     "Audit",

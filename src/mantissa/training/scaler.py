@@ -17,8 +17,6 @@ S is a Python float that always holds an fp32 value, as GradScaler's does: it mu
 would not be the S applied, and one above 3.4e38 would be inf. Factors that are not powers of two are allowed, rounded
 to fp32 at each change, and inexact: the loss times S, and the gradient times 1/S, are then each off by a rounding
 (2^-24 in fp32, half a unit in the last place of fp16 where the value passes through it).
-
-What too small an S costs is counted by ``flushed_fraction``.
 """
 
 from __future__ import annotations
@@ -198,7 +196,7 @@ class AutoScaler(LossScaler):
     """``scale="auto"``. Of the ``ScalerConfig``, ``initial``, ``floor`` and ``retries`` count; the rest is the rule's.
 
     ``peaks``: log2 of the unscaled peaks of clean steps, in units of the format's largest value, oldest first.
-    ``bucket``: overflows beyond the budget (see the module). State is JSON numbers, and a resumed run takes the same
+    ``bucket``: overflows beyond the budget (below). State is JSON numbers, and a resumed run takes the same
     decisions bit for bit.
 
     The scale follows from the gradients' observed range, instead of being found by overflowing.
@@ -311,7 +309,7 @@ class AutoScaler(LossScaler):
 
 
 def predicted_peak(peaks: Sequence[float], rule: AutoRule) -> float:
-    """The log2 peak that the next step exceeds with probability ``rule.rate``, from at least one peak (see module).
+    """The log2 peak that the next step exceeds with probability ``rule.rate``, from at least one peak (``AutoScaler``).
 
     ``peaks``: log2, oldest first. Pure, and O(n log n): 60 us for 400 peaks.
     """

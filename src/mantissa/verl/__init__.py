@@ -18,6 +18,7 @@ or ``actor.strategy=mantissa rollout.name=mantissa``, whose log-probs are equal.
 | | ``rollout.checkpoint_engine.backend=mantissa_ray``: weights to standalone servers by Ray alone |
 | ``gate`` | ``+trainer.gate=stop``: the doctor inside each of verl's trainers, which ``hooks`` have it find |
 | ``sync`` | with it: whether each server has the learner's weights after a sync |
+| ``kept`` | ``+trainer.certify=N``: the batch of a step as each side saw it, for ``mantissa certify`` |
 | ``replay`` | a custom sampler for verl's trainer: rows in the same order in every run |
 | ``version`` | which versions of verl this is for |
 

@@ -54,6 +54,7 @@ from mantissa.training import Backward, OptimizerStep, adamw, master_weights, wh
 from mantissa.verl.batch import Rows, by_temperature
 from mantissa.verl.checkpoint import Checkpoints
 from mantissa.verl.flowrl import FlowRL
+from mantissa.verl.kept import BESIDE, Keeper
 from mantissa.verl.options import EngineOptions, Schedule
 from mantissa.verl.refusals import (
     get,
@@ -132,6 +133,7 @@ class MantissaEngine(BaseEngine):
         self.mode: str | None = None
         self.flowrl: _Head | None = None
         self.sent = -1  # updates of the weights that were last given to a rollout
+        self.keeper = Keeper(str(model_config.local_path), self.ranks.rank)
         self.device = torch.device("cpu" if get_device_name() == "cpu" else f"cuda:{torch.cuda.current_device()}")
 
     # made
@@ -278,8 +280,10 @@ class MantissaEngine(BaseEngine):
         maybe_fix_3d_position_ids(data)
         micro_batches, indices = self._split(data)
         outputs: list[dict[str, Any]] = []
+        self.keeper.begin(self._flag(data, BESIDE))
 
         def backward(scale: float) -> Tensor:
+            self.keeper.anew()
             outputs.clear()  # a repeated backward counts once
             total = torch.zeros((), device=self.device)
             for micro in micro_batches:
@@ -293,6 +297,7 @@ class MantissaEngine(BaseEngine):
             return total
 
         outcome = self.step.run(backward)
+        self.keeper.write()
         output: dict[str, Any] = postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
         for name in [name for name in output["metrics"] if name.startswith("mantissa/logprobs_")]:
             output["metrics"][name] = [self.ranks.sum_of(sum(output["metrics"][name]))]  # verl takes a mean
@@ -346,6 +351,7 @@ class MantissaEngine(BaseEngine):
         if head is not None and loss_function is not None and prompt_BE is not None:
             loss_function = head.wrap(loss_function, self.step.updates, lambda _: prompt_BE)
         given = {"log_probs": rows.jagged(passed.logp_N)}
+        self.keeper.add(micro, rows, passed.logp_N)
         if passed.entropy_N is not None:
             given["entropy"] = rows.jagged(passed.entropy_N)
         loss = torch.ones((), device=self.device)

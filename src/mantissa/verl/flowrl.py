@@ -31,13 +31,13 @@ from verl.trainer.ppo.core_algos import register_policy_loss
 from verl.utils.metric import Metric
 from verl.workers.config import ActorConfig
 
-from mantissa.algorithms import Accumulator
 from mantissa.algorithms.losses.flowrl import FlowRLConfig
 from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import Ranks
 from mantissa.base.readers.safetensors import read_tensors
 from mantissa.base.seeds import derive_seed
 from mantissa.base.tensors import write_tensors
+from mantissa.precision import Accumulator
 from mantissa.rl.terms.small import Flow
 
 HEAD = "partition.safetensors"  # in the actor's folder of a checkpoint

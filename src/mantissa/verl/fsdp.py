@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from verl.utils import model as models
+from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.metric import Metric
 from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
@@ -30,7 +31,9 @@ from mantissa.base.files import write_atomically
 from mantissa.base.ranks import Ranks, named_parameters
 from mantissa.base.readers.json import read_json
 from mantissa.training import OptimizerStep, StepOutcome
+from mantissa.verl.batch import Rows
 from mantissa.verl.flowrl import FlowRL
+from mantissa.verl.kept import BESIDE, Keeper
 from mantissa.verl.options import fsdp2_options
 from mantissa.verl.refusals import of_section, refuse
 
@@ -103,6 +106,7 @@ class MantissaFsdp2(CpuFsdp2):
         # the name by which verl's code knows what to build
         engine_config = dataclasses.replace(engine_config, strategy="fsdp2")
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        self.keeper = Keeper(str(model_config.local_path), self.rank)
 
     def initialize(self) -> None:
         super().initialize()
@@ -137,10 +141,12 @@ class MantissaFsdp2(CpuFsdp2):
         maybe_fix_3d_position_ids(data)
         draws = _Draws() if self.options.format.needs_loss_scaling else None
         outputs: dict[str, Any] = {}
+        self.keeper.begin(tu.get_non_tensor_data(data=data, key=BESIDE, default=False))
 
         def backward(scale: float) -> Tensor:
             if draws is not None:
                 draws.again()
+            self.keeper.anew()
             outputs.clear()  # what a repeated backward says counts once
             outputs.update(self.forward_backward_batch(data, loss_function, forward_only=False))
             if self.flowrl is not None:
@@ -148,16 +154,22 @@ class MantissaFsdp2(CpuFsdp2):
             return torch.tensor(outputs["loss"]).sum()
 
         outcome = self.step.run(backward)
+        self.keeper.write()
         if self.is_mp_src_rank_with_outputs():
             outputs["metrics"] |= {"grad_norm": outcome.grad_norm, **_metrics(outcome, self.step)}
         return outputs
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         if self.flowrl is None or forward_only or loss_function is None:
-            return super().forward_step(micro_batch, loss_function, forward_only)
-        wrapped = self.flowrl.wrap(loss_function, self.step.updates)
-        with self.flowrl.watching():
-            return super().forward_step(micro_batch, wrapped, forward_only)
+            found = super().forward_step(micro_batch, loss_function, forward_only)
+        else:
+            wrapped = self.flowrl.wrap(loss_function, self.step.updates)
+            with self.flowrl.watching():
+                found = super().forward_step(micro_batch, wrapped, forward_only)
+        if self.keeper.keeps:
+            rows = Rows.of(micro_batch)
+            self.keeper.add(micro_batch, rows, found[1]["model_output"]["log_probs"].values()[rows.place_N])
+        return found
 
     def optimizer_step(self) -> float:
         """For a caller that runs its own backward: one step on the gradients that are there, which cannot be redone."""

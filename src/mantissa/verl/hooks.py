@@ -65,10 +65,12 @@ def register() -> None:
 
 
 def _change_v1(module: ModuleType) -> None:
-    """``PPOTrainer``: its gate is made before the first step, and looks where old log-probs have been computed."""
+    """``PPOTrainer``: its gate is made before the first step, and looks where old log-probs have been computed; its
+    learner hears which batch to keep."""
     with plugin_points():
         trainer: Any = module.PPOTrainer
         score, fit, init = trainer._compute_old_log_prob, trainer.fit, trainer.init
+        update = trainer._update_actor
 
     @functools.wraps(init)
     def judged_init(self: Any) -> Any:
@@ -89,7 +91,15 @@ def _change_v1(module: ModuleType) -> None:
             metrics.update(getattr(self, _GATE).look(self, scored))
         return scored
 
+    @functools.wraps(update)
+    def kept_update(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
+        from mantissa.verl.kept import named_beside
+
+        batch.extra_info.update(named_beside(self.config, self.global_steps))
+        return update(self, batch, metrics)
+
     trainer.init, trainer.fit, trainer._compute_old_log_prob = judged_init, gated_fit, gated_score
+    trainer._update_actor = kept_update
 
 
 def _set_v1_gate(trainer: Any) -> None:

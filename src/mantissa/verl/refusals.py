@@ -27,6 +27,15 @@ _VERL_S = "bfloat16"  # verl's default of every dtype, which may stand beside wh
 _SHORT = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
 _RANKS = ("trainer.nnodes", "trainer.n_gpus_per_node")
 
+_CERTIFIED = {
+    "rollout.name": ("mantissa",),
+    "rollout.top_p": ("1",),
+    "rollout.top_k": ("-1", "0"),
+    "trainer.use_v1": ("true",),
+    "trainer.v1.trainer_mode": ("sync",),
+    "algorithm.rollout_correction.bypass_mode": ("false",),
+}  # what a job must have that keeps a batch
+
 Value = Callable[[str], Any]  # of a key, without ``actor_rollout_ref.``; None where there is none
 
 
@@ -144,6 +153,7 @@ def refused(value: Value) -> Iterator[Refused]:
         if _word(value(f"{role}.strategy")) == "mantissa":
             yield from _other_formats(role, value)
     yield from _without_head(value)
+    yield from _not_certified(value)
 
 
 def _other_formats(role: str, value: Value) -> Iterator[Refused]:
@@ -198,6 +208,28 @@ def _unknown_contents(checkpoint: Any) -> Iterator[tuple[str, str, str]]:
         unknown = sorted(set(named) - set(known)) if not isinstance(named, str) else []
         if unknown:
             yield f"actor.checkpoint.{name}", ", ".join(unknown), f"expected some of {', '.join(known)}"
+
+
+def _not_certified(value: Value) -> Iterator[Refused]:
+    """A batch that is to be kept (``kept.py``) where nobody could compute it again."""
+    key = "trainer.certify"
+    given = _word(value(key))
+    if given == _NULL:
+        return
+    said = ""
+    saved = _word(value("trainer.save_freq"))
+    if not given.isdecimal() or int(given) < 1:
+        said = "expected the number of a step"
+    elif int(given) > 1 and saved.lstrip("-").isdecimal() and (int(saved) < 1 or (int(given) - 1) % int(saved)):
+        said = f"expected 1, or the step after a checkpoint, and trainer.save_freq={saved}"
+    elif value("actor.strategy") not in ("mantissa", "mantissa_fsdp2"):
+        said = "expected actor.strategy=mantissa or mantissa_fsdp2, which keep it"
+    for name, fine in _CERTIFIED.items():
+        found = _word(value(name))
+        if not said and found not in (*fine, _NULL):
+            said = f"expected {_full(name)}={fine[0]}, for its draws and scores are made again; it is {found}"
+    if said:
+        yield Refused(key, given, f"actor.strategy={_word(value('actor.strategy'))}", said)
 
 
 def before_workers(config: Any) -> None:

@@ -38,9 +38,8 @@ from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
 from mantissa.base.errors import MantissaError, say
-from mantissa.base.seeds import derive_seed
 from mantissa.verl.refusals import get, of_model, of_rollout, refuse
-from mantissa.verl.serving import Limits, Serving, sampling
+from mantissa.verl.serving import Limits, Serving, sampling, seed_of
 from mantissa.verl.wire import TENSOR, Setup
 
 _CALLED = "rollout.name=mantissa"
@@ -245,15 +244,6 @@ def setup_of(weights: dict[str, Tensor], rollout: Any) -> Setup:
             "rollout's format; set mixed_precision.precision.rollout, and leave it out"
         )
     return setup
-
-
-def seed_of(fields: dict[str, Any]) -> int:
-    """Of one sample, from what verl's trainer says of it: step, index, and its number in the group.
-
-    The older trainer has no such number, and says the row's in the batch (``priority``).
-    """
-    sample = fields.get("session_id", fields.get("priority", 0))
-    return derive_seed(*(str(value) for value in (fields.get("global_steps"), fields.get("index"), sample)))
 
 
 class Seeded:

@@ -106,6 +106,21 @@ def sampling(given: Mapping[str, Any], prompt: int, limits: Limits, eos: Sequenc
     )
 
 
+def seed_of(fields: Mapping[str, Any]) -> int:
+    """Of one sample, from what verl's trainer says of it: step, index, and its number in the group.
+
+    The older trainer has no such number, and says the row's in the batch (``priority``).
+    """
+    sample = fields.get("session_id", fields.get("priority", 0))
+    return derive_seed(*(str(value) for value in (fields.get("global_steps"), fields.get("index"), sample)))
+
+
+def request_seed(first: int, seed: object, prompt: Sequence[int]) -> int:
+    """Of a request's draws. ``first``: verl's ``rollout.seed``; ``seed``: the sample's, as it came with the request."""
+    text = hashlib.sha256(",".join(map(str, prompt)).encode()).digest()
+    return derive_seed(first, "verl", str(seed), text.hex())
+
+
 @dataclass(frozen=True)
 class Answer:
     """``stopped``: verl's word for why it ended. ``step``: the trainer's step whose weights sampled it."""
@@ -281,7 +296,7 @@ class Serving:
         """The seed of a request's draws."""
         text = hashlib.sha256(",".join(map(str, prompt)).encode()).digest()
         if seed is not None:
-            return derive_seed(self.limits.seed, "verl", str(seed), text.hex())
+            return request_seed(self.limits.seed, seed, prompt)
         if not self._warned:
             self._warned = True
             _LOG.warning(

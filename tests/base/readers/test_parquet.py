@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import datetime
 import decimal
+import json
+import re
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,7 @@ import pytest
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers import child
-from mantissa.base.readers.parquet import read_rows, write_sealed
+from mantissa.base.readers.parquet import _packed, _unpacked, read_rows, write_sealed
 
 ODD: dict[str, list[Any]] = {
     "blob": [b"\0\xff", None, b""],
@@ -47,6 +50,79 @@ def test_rows_of_the_process_that_reads_are_pyarrow_s(
     assert [repr(row.get("real")) for row in apart] == [repr(row.get("real")) for row in expected]
     monkeypatch.setattr(child, "inside", True)
     assert list(read_rows(path)) == expected
+
+
+TYPES = [pyarrow.int8(), pyarrow.uint64(), pyarrow.float32(), pyarrow.bool_(), pyarrow.string(), pyarrow.large_string(),
+         pyarrow.binary(), pyarrow.null(), pyarrow.date32()]  # fmt: skip
+
+
+def _any_type(random: Random, levels: int = 2) -> Any:
+    kind = random.choice(["plain", "list", "large", "struct"]) if levels else "plain"
+    if kind == "plain":
+        return random.choice(TYPES)
+    inner = [_any_type(random, levels - 1) for _ in range(random.randrange(1, 3))]
+    if kind == "struct":
+        return pyarrow.struct([(f"f{number}", each) for number, each in enumerate(inner)])
+    return pyarrow.list_(inner[0]) if kind == "list" else pyarrow.large_list(inner[0])
+
+
+def _any_value(random: Random, kind: Any) -> Any:
+    if random.random() < 0.2:
+        return None
+    if pyarrow.types.is_struct(kind):
+        return {field.name: _any_value(random, field.type) for field in kind}
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        return [_any_value(random, kind.value_type) for _ in range(random.randrange(4))]
+    return {"int8": -3, "uint64": 2**64 - 1, "float": 0.1, "bool": random.random() < 0.5, "string": "é" * 2,
+            "large_string": "abc", "binary": b"\xff", "date32[day]": datetime.date(2026, 1, 2)
+            }.get(str(kind))  # fmt: skip
+
+
+def test_columns_of_any_make_are_pyarrow_s_rows() -> None:
+    """Nested, with values missing anywhere, whole and as a part of a batch."""
+    random = Random(0)
+    for _ in range(150):
+        kinds = [_any_type(random) for _ in range(3)]
+        columns = [pyarrow.array([_any_value(random, kind) for _ in range(9)], kind) for kind in kinds]
+        batch = pyarrow.RecordBatch.from_arrays(columns, names=["a", "b", "c"])
+        start = random.randrange(9)
+        for part in (batch, batch.slice(start, random.randrange(10 - start))):
+            assert repr(_unpacked(*_packed(part))) == repr(part.to_pylist())
+
+
+def test_a_text_that_begins_within_a_character_is_refused() -> None:
+    """Two halves, each no text, would be one as they lie beside one another."""
+    halves = pyarrow.array([b"a\xc3", b"\xa9"], pyarrow.binary()).view(pyarrow.string())
+    with pytest.raises(ValueError, match="no UTF-8"):
+        _packed(pyarrow.RecordBatch.from_arrays([halves], names=["a"]))
+
+
+def test_columns_that_say_what_they_have_not_are_refused() -> None:
+    """Each byte and each number of what a reader says may be a lie: an error, or other values of the same kinds."""
+    kinds = [pyarrow.list_(pyarrow.string()), pyarrow.struct([("f", pyarrow.int8())]), pyarrow.bool_()]
+    columns = [pyarrow.array(values, kind) for values, kind in zip(
+        ([["ab", None], []], [{"f": 1}, None], [True, None]), kinds, strict=True)]  # fmt: skip
+    rows, names, about, data = _packed(pyarrow.RecordBatch.from_arrays(columns, names=["a", "b", "c"]))
+    assert _unpacked(rows, names, about, data)[0] == {"a": ["ab", None], "b": {"f": 1}, "c": True}
+    refused = 0
+    for place in range(len(data)):
+        changed = bytearray(data)
+        changed[place] ^= 0xFF
+        with contextlib.suppress(ValueError):
+            assert len(_unpacked(rows, names, about, changed)) == rows
+            continue
+        refused += 1
+    assert refused > len(data) // 2
+    text = json.dumps(about)
+    for number in set(re.findall(r"\d+", text)):
+        for other in ("-1", "1", str(2**62)):
+            lie = re.sub(rf"\b{number}\b", other, text)
+            if lie != text:
+                with pytest.raises(ValueError, match=r"colum|lengths|values at a time"):
+                    _unpacked(rows, names, json.loads(lie), data)
+    for part in (data[:-1], data + b"x"):
+        with pytest.raises(ValueError, match="columns that"):
+            _unpacked(rows, names, about, part)
 
 
 def test_a_file_may_say_what_the_process_says_of_values(tmp_path: Path) -> None:

@@ -122,26 +122,41 @@ def _peak(pid: int) -> int:
     return int(line.split()[1]) * 1024
 
 
+def _idle() -> child.Child:
+    (one,) = (each for each in child._idle[os.getpid()] if "jinja2.sandbox" in each.kind[1])
+    one._listen(0.0)
+    return one
+
+
 def test_a_template_that_is_rendered_often_has_one_process(backend: Any) -> None:
     backend.chat_template = "{{ messages[0].content }}"
     render(backend, PLAIN, True)
-    (kind,) = (kind for kind in child._idle if "jinja2.sandbox" in kind[1] and kind[0] == os.getpid())
-    (one,) = child._idle[kind]
+    one, pid = _idle(), _idle().pid
     began = time.process_time()
     for _ in range(200):
         render(backend, PLAIN, True)
-    assert child._idle[kind] == [one]
+    assert (_idle(), _idle().pid) == (one, pid)
     assert time.process_time() - began < 2.0, "a fraction of a millisecond each"
+
+
+def test_each_template_is_rendered_where_no_other_was(backend: Any) -> None:
+    """By a process that is forked from the one, in which nothing was rendered."""
+    seen = set[int]()
+    for text in "aba":
+        backend.chat_template = text
+        assert render(backend, PLAIN, True) == text
+        assert not any(Path(f"/proc/{each}").exists() for each in seen)
+        seen.add(_idle().pid)
+    assert len(seen) == 3
 
 
 def test_one_that_has_rested_long_is_not_asked_again(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     backend.chat_template = "{{ messages[0].content }}"
     render(backend, PLAIN, True)
-    (kind,) = (kind for kind in child._idle if "jinja2.sandbox" in kind[1] and kind[0] == os.getpid())
-    (one,) = child._idle[kind]
+    one = _idle()
     monkeypatch.setattr(child, "_IDLE_S", 0.0)
     assert render(backend, PLAIN, True) == "Be brief.\n"
-    assert child._idle[kind] != [one]
+    assert _idle() is not one
     assert one.process.returncode is not None, "and it has ended"
 
 

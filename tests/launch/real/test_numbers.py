@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mantissa.algorithms import advantage, aggregation_scale, correction, gae, kl_loss, value_loss, values
+from mantissa.algorithms import advantage, aggregation_scale, correction, gae, kl_loss, value_loss
 from mantissa.launch import Plan
+from mantissa.precision import values
 from mantissa.rl import RunConfig
 from mantissa.rl.batch import overlong_penalty
 

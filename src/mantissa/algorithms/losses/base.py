@@ -23,12 +23,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from mantissa.algorithms.aggregation import Accumulator
 from mantissa.algorithms.correction import CorrectionConfig
 from mantissa.algorithms.reference import KLConfig, ReferenceConfig
 from mantissa.base.config import Config, Refusals
 from mantissa.base.errors import MantissaError
-from mantissa.precision import LOG_RATIO_BOUND, kl_estimate, masked_sum
+from mantissa.precision import LOG_RATIO_BOUND, Accumulator, kl_estimate, masked_sum
 
 
 class Around(Protocol):
@@ -228,6 +227,51 @@ class OfTeacher(Loss):
     @abstractmethod
     def from_teacher(self, logits_nV: Tensor, teacher_nV: Tensor, temperature: float) -> Tensor:
         """The divergence after each of n prefixes, from the policy's logits (with gradient) and the teacher's; n."""
+
+
+AggregationKind = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
+
+
+def aggregation_scale(
+    mask_BT: Tensor, kind: AggregationKind, constant: float | None = None, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Weight of each token in the loss, so that the loss is ``sum(where(mask, loss_BT * scale_BT, 0))``.
+
+    The usual way averages each micro-batch and then the averages, which weighs a token by the company it keeps: the
+    gradient changes with the micro-batch size and with the ranks. Here the aggregation is a *weight* for each token,
+    computed once over the whole optimiser batch; a micro-batch's loss is the sum over its own tokens, and the sum over
+    micro-batches (gradients accumulate by adding) is the loss of the batch whatever the split.
+
+    =======================  ==========================  =====================================================
+    kind                     scale of token t of seq i   meaning
+    =======================  ==========================  =====================================================
+    token_mean               1 / N                       every token counts the same (DAPO)
+    seq_mean_token_mean      1 / (S * length_i)          every sequence counts the same (GRPO as published)
+    seq_mean_token_sum_norm  1 / (S * constant)          no preference for short or long answers (Dr. GRPO)
+    =======================  ==========================  =====================================================
+
+    N: valid tokens in the batch. S: sequences with at least one valid token; others are padding rows or were dropped,
+    and leave numerator and denominator alike.
+
+    ``mask_BT``: bool, the valid tokens of the whole optimiser batch, on whatever rank (slice the result for
+    micro-batches). ``constant``: tokens, the length by which ``seq_mean_token_sum_norm`` divides, usually the longest
+    response allowed; no other kind takes one. Returns ``scale_BT`` in ``dtype``, 0 where the mask is False.
+    Raises ``MantissaError`` where the constant is missing, superfluous or not positive.
+    """
+    sequences = mask_BT.any(-1).sum().clamp(min=1).double()
+    if kind == "seq_mean_token_sum_norm":
+        if constant is None or not 0 < constant < float("inf"):
+            raise MantissaError(
+                f"aggregation {kind} divides by a length in tokens: expected a positive constant, got {constant}"
+            )
+        divisor = sequences * constant
+    elif constant is not None:
+        raise MantissaError(f"aggregation {kind} takes no constant, got {constant}: leave it out")
+    elif kind == "token_mean":
+        divisor = mask_BT.sum().clamp(min=1).double()
+    else:
+        divisor = sequences * mask_BT.sum(-1, keepdim=True).clamp(min=1).double()
+    return torch.where(mask_BT, 1 / divisor, 0.0).to(dtype)  # divided in float64, rounded once
 
 
 def of_each_token(advantage: Tensor, mask_BT: Tensor) -> Tensor:

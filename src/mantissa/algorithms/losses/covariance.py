@@ -8,9 +8,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from mantissa.algorithms.aggregation import Accumulator
 from mantissa.algorithms.losses.base import Masked, Selecting, bounded_ratio, clipped_surrogate, of_each_token
-from mantissa.precision import masked_mean, masked_sum
+from mantissa.precision import Accumulator, masked_mean, masked_sum
 
 
 def covariances(old_logp_BT: Tensor, advantage: Tensor, mask_BT: Tensor) -> Tensor:

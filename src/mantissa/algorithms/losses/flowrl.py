@@ -8,10 +8,9 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from mantissa.algorithms.aggregation import Accumulator
 from mantissa.algorithms.losses.base import Around, Loss, Masked, bounded_ratio
 from mantissa.base.config import Refusals
-from mantissa.precision import masked_mean, masked_sum
+from mantissa.precision import Accumulator, masked_mean, masked_sum
 
 _Bound = Annotated[float, Field(allow_inf_nan=True)]
 

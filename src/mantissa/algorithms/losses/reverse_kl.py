@@ -8,10 +8,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from mantissa.algorithms.aggregation import Accumulator
 from mantissa.algorithms.losses.base import Around, Masked, OfTeacher
 from mantissa.base.config import Refusals
-from mantissa.precision import masked_sum
+from mantissa.precision import Accumulator, masked_sum
 
 
 def reverse_kl(logits_nV: Tensor, teacher_nV: Tensor, temperature: float, support: int | None = None) -> Tensor:

@@ -70,7 +70,8 @@ def load(path: Path, *, records: bool = False) -> Any:
         if child.inside:
             return _load(path, records, spent)
         more = _TIMES * size if size > _LARGE else 0
-        with child.lent(__name__, limits=replace(_LIMITS, memory_bytes=_LIMITS.memory_bytes + more)) as process:
+        limits = replace(_LIMITS, memory_bytes=_LIMITS.memory_bytes + more)
+        with child.lent(__name__, source=str(path), limits=limits) as process:
             process.ask(f"{__name__}:sent", path, str(path), records)
             return _received([*process.parts(spent)])
 

@@ -41,7 +41,7 @@ def render(backend: Any, messages: Sequence[Mapping[str, Any]], generation_promp
         if child.inside:
             (text,) = rendered(template, shown, names, generation_prompt)
             return text
-        with child.lent("jinja2.sandbox", __name__, limits=LIMITS) as process:
+        with child.lent("jinja2.sandbox", __name__, source=template, limits=LIMITS) as process:
             process.ask(f"{__name__}:rendered", _WHERE, template, shown, names, generation_prompt)
             (text,) = [*process.parts()] or [None]
             if not isinstance(text, str):

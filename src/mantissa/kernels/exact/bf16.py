@@ -23,6 +23,7 @@ from mantissa.kernels.cpu import CpuProducts
 from mantissa.kernels.exact.kernels import PART, ExactAttention, Planned, cached, product
 from mantissa.kernels.exact.plan import ExactPlan
 from mantissa.kernels.native import NativeKernels, ProductOf
+from mantissa.kernels.simulated import norm_gradients
 from mantissa.precision import BF16, FP32, BlockScaled, NumberFormat, round_to_format
 
 
@@ -126,19 +127,13 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         normed, scale = _normed(x_NE, eps)
-        ctx.save_for_backward(x_NE, weight_E, scale, normed)
+        ctx.save_for_backward(x_NE, weight_E, scale)
         return normed * weight_E
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x_NE, weight_E, scale, normed = ctx.saved_tensors
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = (normed * grads[0]).reshape(-1, x_NE.shape[-1]).sum(0)
-        grad = (grads[0] * weight_E).float()
-        exact = x_NE.float().mul_(scale)
-        projection = (grad * exact).mean(-1, keepdim=True)
-        return grad.sub_(exact.mul_(projection)).mul_(scale).bfloat16(), grad_weight, None
+        x_NE, weight_E, scale = ctx.saved_tensors
+        return *norm_gradients(ctx, grads[0], x_NE, weight_E, scale, Tensor.bfloat16), None
 
 
 class _SwiGLU(torch.autograd.Function):

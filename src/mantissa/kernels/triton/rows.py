@@ -24,19 +24,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mantissa.kernels.simulated import norm_gradients, unit_gradients
 from mantissa.kernels.triton import LAUNCH, aligned, ceil_div, exp, power_of_two_above
 
 
 class RMSNorm(torch.autograd.Function):
-    """y = w * round(x s), s = (mean(x^2) + eps)^-1/2, fp32 inside. ``weight`` in the dtype of ``x``.
-
-    dx = s (dn - xs mean(dn xs)) with dn = round(dy w); dw = sum over rows of round(dy n).
-    """
+    """y = w * round(x s), s = (mean(x^2) + eps)^-1/2, fp32 inside. ``weight`` in the dtype of ``x``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -55,20 +52,12 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
-        normed = wide * scale
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            products = normed.to(x.dtype) * grads[0]
-            grad_weight = products.reshape(-1, x.shape[-1]).sum(0)
-        grad_normed = (grads[0] * weight).float()
-        projection = (grad_normed * normed).mean(-1, keepdim=True)
-        return grad_normed.sub_(normed.mul_(projection)).mul_(scale).to(x.dtype), grad_weight, None
+        scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + ctx.eps)
+        return *norm_gradients(ctx, grads[0], x, weight, scale, lambda wide: wide.to(x.dtype)), None
 
 
 class SwiGLU(torch.autograd.Function):
-    """round(g / (1 + e^-g)) * u, rounded. du = dy silu(g); dg = silu'(g) round(dy u)."""
+    """round(g / (1 + e^-g)) * u, rounded."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -83,7 +72,7 @@ class SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grads[0] * up, gate), F.silu(gate).mul_(grads[0])
+        return unit_gradients(grads[0], gate, up, lambda x: x)
 
 
 class Rotate(torch.autograd.Function):

@@ -1,2 +1,2 @@
-"""The run's configuration: its sections (``run``), what does not go together, how a recipe is read (``recipe``), and
-the two-policy game's settings (``waltz``)."""
+"""The run's configuration: its sections (``sections``), what does not go together and how a recipe is read (``run``),
+and the two-policy game's settings (``waltz``)."""

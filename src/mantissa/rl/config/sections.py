@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, field_validator, model_validator
 
 from mantissa.algorithms.advantages import AdvantageKind, TokenAdvantageKind
-from mantissa.algorithms.aggregation import AggregationKind
 from mantissa.algorithms.correction import CorrectionConfig
 from mantissa.algorithms.gae import CriticConfig
 from mantissa.algorithms.losses import LOSSES, LossConfig, PPOClipConfig
+from mantissa.algorithms.losses.base import AggregationKind
 from mantissa.algorithms.reference import KLConfig, ReferenceConfig
 from mantissa.base.config import Config, Refusals
 from mantissa.base.errors import MantissaError

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mantissa.algorithms import Accumulator
 from mantissa.base.ranks import Ranks
 from mantissa.kernels import Kernels
 from mantissa.model import Decoder
+from mantissa.precision import Accumulator
 from mantissa.rl.config.sections import AlgorithmConfig
 from mantissa.rl.experience import Scored, Weighed
 from mantissa.rl.score import OfLogits, ReferencePolicy

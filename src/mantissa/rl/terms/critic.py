@@ -18,12 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mantissa.algorithms import Accumulator, CriticConfig, aggregation_scale, merge, value_loss, values
+from mantissa.algorithms import CriticConfig, aggregation_scale, value_loss
 from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import Ranks, shard_like, whole
 from mantissa.kernels import Kernels
 from mantissa.model import Decoder, policy_weights
 from mantissa.model.decoder import place
+from mantissa.precision import Accumulator, merge, values
 from mantissa.rl.experience import Sequences, Weighed
 from mantissa.rl.score import Forward, Packed, scatter, score
 from mantissa.rl.terms.base import Made, Term

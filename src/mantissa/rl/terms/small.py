@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.algorithms import (
-    Accumulator,
     CorrectionConfig,
     FlowRLConfig,
     KLConfig,
@@ -21,7 +20,7 @@ from mantissa.algorithms import (
 )
 from mantissa.base.seeds import derive_seed, generator
 from mantissa.model import Decoder, LogPartition
-from mantissa.precision import masked_sum
+from mantissa.precision import Accumulator, masked_sum
 from mantissa.rl.config.sections import EntropyConfig
 from mantissa.rl.experience import Scored, Weighed
 from mantissa.rl.score import OfLogits, ReferencePolicy
