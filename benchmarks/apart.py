@@ -61,7 +61,9 @@ def write(folder: Path, rows: int) -> dict[str, Path]:
 
 def read(path: Path, way: str) -> tuple[int, float, float]:
     """Rows, seconds, and processor seconds."""
-    done = subprocess.run([sys.executable, "-P", "-c", READ, way, str(path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", READ, way, str(path)], capture_output=True, text=True, check=True
+    )
     count, took, used = json.loads(done.stdout)
     return count, took, used
 
