@@ -312,7 +312,9 @@ def test_a_resume_says_what_of_the_past_is_gone(
     assert (half / "policy/model.safetensors").read_bytes() == (whole.path / "policy/model.safetensors").read_bytes()
 
 
-def test_a_resume_with_another_loss_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_with_another_loss_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     code = tmp_path / "of_their_own.py"
     code.write_text(
@@ -329,7 +331,9 @@ def test_a_resume_with_another_loss_says_so(tmp_path: Path, monkeypatch: pytest.
     half = stopped(tmp_path / "run", 1, tmp_path / "half")
     config = half / "config.yaml"
     config.write_text(config.read_text().replace("lr: 0.001", "lr: 0.003"))
+    capsys.readouterr()
     resume(half)
+    assert "warning: config.yaml is no longer the recipe that the run began with" in capsys.readouterr().out
     found = RunDirectory.open(half).environment["resumed"][-1]["changed"]
     assert found.keys() == {"code", "recipe"}
     then, now = found["code"]

@@ -341,7 +341,7 @@ class Accumulator:
     It adds up to the same numbers however a batch was split into micro-batches or over ranks.
 
     A mean of means is not the mean when the parts differ in size, and a loss that ignores the split deserves metrics
-    that do too. So a function in this room returns no means. Each metric is an ``Accumulator``: float64 parts that
+    that do too. So losses and corrections return no means. Each metric is an ``Accumulator``: float64 parts that
     combine by one operation, and a value that is computed once, at the end.
 
     =======  ==========================  =========  =========================================
@@ -386,7 +386,7 @@ class Accumulator:
 
     def __add__(self, other: Accumulator) -> Accumulator:
         if self.kind != other.kind:
-            raise TypeError(f"cannot combine a accumulator of {self.kind} with one of {other.kind}")
+            raise TypeError(f"cannot combine an accumulator of {self.kind} with one of {other.kind}")
         combine = {"max": torch.maximum, "min": torch.minimum}.get(self.kind, torch.add)
         return Accumulator(self.kind, combine(self.parts, other.parts))
 

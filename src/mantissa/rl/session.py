@@ -244,8 +244,7 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
                 if not steps:
                     live.note(f"warning: {run.checkpoints} holds no checkpoint: the run begins again from its start")
                 for key, (then, now) in run.record_resume(done, environment_of(config, parts)).items():
-                    much = "numbers differ" if key in ("code", "recipe") else "numbers may differ in their last bits"
-                    live.note(f"warning: {key} was {then}, now {now}: {much} from the first run's")
+                    live.note(f"warning: {_otherwise(key, then, now)} from the first run's")
             finished = _kind(config).go(config, parts, run, trackers, live)
             if rank0 and finished:
                 rows, environment = run.read_metrics(), run.environment
@@ -255,6 +254,14 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
     finally:
         trackers.close()
     return finished
+
+
+def _otherwise(key: str, then: Any, now: Any) -> str:
+    """What a part of the environment that has changed since the run began means for its numbers."""
+    if key == "recipe":  # recorded as a digest, which tells nobody anything
+        return "config.yaml is no longer the recipe that the run began with: numbers differ"
+    much = "numbers differ" if key == "code" else "numbers may differ in their last bits"
+    return f"{key} was {then}, now {now}: {much}"
 
 
 def _uncorrected(config: RunConfig, rows: Sequence[dict[str, Any]]) -> str:

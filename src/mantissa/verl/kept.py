@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -129,5 +130,7 @@ class Keeper:
 
 def _plain(value: Any) -> Any:
     """A value as the agent loop had it: what travels beside tensors comes back wrapped."""
-    value = value.data if type(value).__name__ == "NonTensorData" else value
-    return value.item() if hasattr(value, "item") else value
+    from verl.utils.tensordict_utils import unwrap_non_tensor_data
+
+    value = unwrap_non_tensor_data(value)
+    return value.item() if isinstance(value, Tensor | np.generic) else value

@@ -117,8 +117,11 @@ def seed_of(fields: Mapping[str, Any]) -> int:
 
 def request_seed(first: int, seed: object, prompt: Sequence[int]) -> int:
     """Of a request's draws. ``first``: verl's ``rollout.seed``; ``seed``: the sample's, as it came with the request."""
-    text = hashlib.sha256(",".join(map(str, prompt)).encode()).digest()
-    return derive_seed(first, "verl", str(seed), text.hex())
+    return derive_seed(first, "verl", str(seed), _digest(prompt).hex())
+
+
+def _digest(prompt: Sequence[int]) -> bytes:
+    return hashlib.sha256(",".join(map(str, prompt)).encode()).digest()
 
 
 @dataclass(frozen=True)
@@ -294,9 +297,9 @@ class Serving:
 
     def _key(self, prompt: Sequence[int], seed: object) -> int:
         """The seed of a request's draws."""
-        text = hashlib.sha256(",".join(map(str, prompt)).encode()).digest()
         if seed is not None:
             return request_seed(self.limits.seed, seed, prompt)
+        text = _digest(prompt)
         if not self._warned:
             self._warned = True
             _LOG.warning(
