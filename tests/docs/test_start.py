@@ -49,7 +49,7 @@ def test_the_commands_run_whole(page: str, tmp_path: Path) -> None:
     for name in LEFT[page]:
         assert (there / name).stat().st_size > 0
     if page == "train-mine":
-        assert "resumed after step 2\nstep 3/6" in done.stdout
+        assert "resumed after step 2 of 6\nstep 3/6" in done.stdout
         rows = [json.loads(line) for line in (there / "run" / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
         assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 0.1

@@ -190,7 +190,7 @@ def restore(run: Run, checkpoint: Checkpoint) -> int:
         run.rejecting = any(left_out(row) > MOST_REJECTED for row in rows)
     if run.guard is not None:
         run.guard.restore(checkpoint.step, checkpoint.state.get("guard", {}), rows)
-    run.live.note(f"resumed after step {checkpoint.step}")
+    run.live.note(f"resumed after step {checkpoint.step} of {run.config.steps}")
     for said in gone:
         run.live.note(f"warning: {said}; the policy is the same without it, and what is shown of the run is not")
     if not checkpoint.checked:

@@ -240,7 +240,6 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
             if rank0 and config.guard is not None and (fell := fall_back_of(run.checkpoints)):
                 run.record_fall_back(fell, environment_of(config, parts))
             if way == "resume" and rank0:
-                live.note(f"resumed after step {done} of {config.steps}")
                 if not steps:
                     live.note(f"warning: {run.checkpoints} holds no checkpoint: the run begins again from its start")
                 for key, (then, now) in run.record_resume(done, environment_of(config, parts)).items():
