@@ -92,10 +92,21 @@ def _option(parser: argparse.ArgumentParser, parameter: inspect.Parameter) -> No
     else:
         how |= {"choices": typing.get_args(kind)} if typing.get_origin(kind) is typing.Literal else {"type": kind}
         how |= {"nargs": "*"} if several else {}
+    if several and given is inspect.Parameter.empty and "choices" in how:
+        how["type"] = _among(how.pop("choices"))  # argparse holds what is left out against choices as well
     if given is inspect.Parameter.empty:
         parser.add_argument(parameter.name, **({"nargs": "?"} | how))
     else:
         parser.add_argument(f"--{parameter.name.replace('_', '-')}", help=f"by default {given!r}", **how)
+
+
+def _among(choices: Sequence[str]) -> Callable[[str], str]:
+    def chosen(word: str) -> str:
+        if word not in choices:
+            raise argparse.ArgumentTypeError(f"{word}: expected some of {', '.join(choices)}")
+        return word
+
+    return chosen
 
 
 def options(name: str, case_: Case, words: list[str]) -> tuple[Row, bool, float]:

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def rows_in(path: Path) -> list[dict[str, Any]]:
 @pytest.fixture
 def pretrained(tmp_path: Path) -> Path:
     """A pretrained model of the smallest kind, as the scripts expect one."""
-    config = ModelConfig("llama", 300, 64, 64, 1, 4, 2, 16, max_position_embeddings=128, tie_word_embeddings=True)
+    config = ModelConfig("llama", 300, 64, 64, 1, 4, 2, 16, max_position_embeddings=512, tie_word_embeddings=True)
     save_model(Decoder(config).initialize(), byte_tokenizer(), tmp_path / "model")
     return tmp_path / "model"
 
@@ -80,6 +81,17 @@ def test_a_case_runs_in_its_short_form(name: str, pretrained: Path, tmp_path: Pa
     model = [str(pretrained)] if name in OF_A_MODEL else ["--model", str(pretrained)] if name in BY_OPTION else []
     run_case(tmp_path, name, *model, "--dry")
     assert rows_in(tmp_path / f"{runner.found()[name][1]}.jsonl")
+
+
+def test_parts_may_be_left_out_and_no_other_may_be_asked_for() -> None:
+    import genesis  # noqa: F401 which registers its case
+
+    asked = partial(runner.options, "genesis", runner._imported["genesis"])
+    assert asked(["--dry"])[0]["parts"] == ("ranking",)
+    assert asked(["profiles"])[0]["parts"] == ["profiles"]
+    for words in ([], ["nonsense"]):
+        with pytest.raises(SystemExit):
+            asked(words)
 
 
 def test_what_is_for_a_gpu_measures_no_other_device() -> None:
