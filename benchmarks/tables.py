@@ -40,13 +40,15 @@ than times, and times are left out where there is a ratio. Behind † is a commi
 # Files that are not named after the case which writes them.
 CASES = {"gap_formats": "gap", "gap_experts": "gap", "smollm2_runs": "demo_runs"}
 
+OF_TESTS = {"hostile_inputs": "../tests/fuzz/inputs.py", "verl_kills": "../tests/verl_kills.py"}  # what writes them
+
 
 def index() -> str:
     """One line a file: what it holds, by its case's first sentence, how many rows, and the newest's commit."""
     lines, cases = [], found()
     for path in sorted(RESULTS.glob("*.jsonl")):
         name = CASES.get(path.stem, path.stem)
-        source = BENCHMARKS / f"{name}.py"
+        source = BENCHMARKS / OF_TESTS.get(path.stem, f"{name}.py")
         said = ast.get_docstring(ast.parse(source.read_text())) if source.is_file() else None
         said = cases[name][2] if name in cases else first_sentence(said or path.stem)
         what = said.replace("``", "`")

@@ -175,7 +175,7 @@ def test_trl_s_worker_takes_its_arguments() -> None:
     assert "--threads" in subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.variants
+@pytest.mark.variants  # it asks the whole history which commits are of it, and a clone may be shallow
 def test_the_tables_are_those_in_the_repository(tmp_path: Path) -> None:
     """From a copy: what ``tables.py`` writes is what is committed, so nothing in it was typed."""
     for name in ("README.md", "results"):
@@ -205,10 +205,11 @@ def test_the_summary_of_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.variants
-def test_the_rows_of_a_gap(tmp_path: Path) -> None:
-    (tmp_path / "measured").mkdir()
-    for name, row in (("gap", {"pair": "fp16", "requested": "fp16/fp16", "active": "fp16/fp16"}), ("completions", {})):
-        (tmp_path / "measured" / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+def test_the_rows_of_a_gap(pretrained: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a\nb\n")
+    command = [sys.executable, "-m", "mantissa", "gap", str(pretrained), "--pairs", "fp16", "--max-tokens", "4"]
+    command += ["--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "measured")]
+    subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
     run_case(tmp_path, "gap", str(tmp_path / "measured"))
     row = json.loads((tmp_path / "gap.jsonl").read_text())
     assert (row["benchmark"], row["pair"], row["threads"]) == ("gap", "fp16", 1)
