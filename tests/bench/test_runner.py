@@ -28,7 +28,7 @@ from mantissa.bench.runner import (
     step_seconds,
     training_peak,
 )
-from mantissa.bench.workload import BEST_LOSS, Source
+from mantissa.bench.workload import BEST_LOSS, Source, teacher
 from mantissa.dropin.trainer import PrecisionTrainer
 from mantissa.mismatch.intervals import Estimate
 from mantissa.precision import FP32, format_named, is_on_grid
@@ -76,6 +76,7 @@ def test_a_runner_learns_in_the_precision_it_names(precision: str) -> None:
 
 
 def test_the_same_seed_gives_every_precision_the_same_weights_and_data() -> None:
+    teacher.cache_clear()  # the first runner of a process is the one that makes it
     runners = [Runner(request(precision), seed=3) for precision in ("fp32", "fp16")]
     weights = [torch.nn.utils.parameters_to_vector(r.workload.model.parameters()) for r in runners]
     data = [r.batches(2, 8, seed=4)[1] for r in runners]

@@ -74,7 +74,8 @@ def width_for(parameters: int) -> int:
 def teacher() -> ResidualMLP:
     """The one teacher, in fp32 on the CPU; its outputs have mean square 1 over 65,536 inputs."""
     generator = torch.Generator().manual_seed(20_260)
-    model = ResidualMLP(_TEACHER_WIDTH, blocks=1).requires_grad_(False)
+    with torch.random.fork_rng(devices=()):  # what a module's making draws from torch's own generator is given back
+        model = ResidualMLP(_TEACHER_WIDTH, blocks=1).requires_grad_(False)
     for layer in (model.first, *model.blocks, model.last):
         assert isinstance(layer, nn.Linear)
         torch.randn(layer.weight.shape, generator=generator, out=layer.weight)
@@ -104,7 +105,6 @@ def family_workload(parameters: int, device: torch.device | str = "cpu") -> Work
     The learning rate of AdamW is 3e-3 at width 64 and falls with 1/width, as its update of a layer's output grows with
     the width (Yang et al. 2022, Tensor Programs V, table 3).
     """
-    teacher()  # made before the weights, and from a generator of its own
     width = width_for(parameters)
     with torch.device(device):
         model = ResidualMLP(width)
