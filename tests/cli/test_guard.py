@@ -182,7 +182,7 @@ def test_a_run_of_reinforcement_learning(mantissa: Mantissa, finished: Path, tmp
     assert "gate correction/ess" in table
     compared = mantissa("guard", finished, "min_steps=2", "--reference", finished)
     assert rules(compared.out)["speed"] == "1.00 x at step 2"
-    assert rules(compared.out)["loss"] == "no data: no loss there"
+    assert rules(compared.out)["loss"] == "no data: no train/loss there"
     assert rules(compared.out)["nonfinite"] == "no data: no row has train/loss"  # nor policy/loss: nothing was learned
 
 
