@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 import yaml
 
 from mantissa.base.bounds import LARGEST_SIZE, boundary, describe_value, number, require_plain
-from mantissa.base.environ import cpu_model
+from mantissa.base.environ import CPU_MODEL
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import (
     JsonLines,
@@ -517,7 +517,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
-        "cpu": cpu_model(),
+        "cpu": CPU_MODEL,
         "cores": os.cpu_count(),
         "git": git_state(),
     }
