@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mantissa.base.bounds import require_memory
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, on_failure
 from mantissa.base.ranks import ALONE, Ranks, be_deterministic, choose_device
 from mantissa.kernels import (
     WAYS,
@@ -339,16 +339,11 @@ def _sampler(
     grading = config.grading
     grader = Grader(task.verifier, grading.timeout_s, grading.workers, grading.memory_gib)
     grader.start()  # a reward function that is not there shows now
-    engine = None
-    try:
+    with on_failure(grader.close):
         engine = built()
-        sampler = Sampler(engine, tokenizer, grader, ranks)
-        check_task(config, task, sampler, positions)
-    except BaseException:
-        grader.close()
-        if engine is not None:
-            engine.close()
-        raise
+        with on_failure(engine.close):
+            sampler = Sampler(engine, tokenizer, grader, ranks)
+            check_task(config, task, sampler, positions)
     return sampler
 
 

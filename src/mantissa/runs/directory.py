@@ -31,7 +31,7 @@ import yaml
 
 from mantissa.base.bounds import LARGEST_SIZE, boundary, describe_value, number, require_plain
 from mantissa.base.environ import CPU_MODEL
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, on_failure
 from mantissa.base.files import (
     JsonLines,
     Row,
@@ -90,7 +90,7 @@ class RunDirectory:
             run._refuse_unless_free()
             run.path.mkdir(parents=True, exist_ok=True)
         run._take_lock()
-        try:
+        with on_failure(run.close):
             run._refuse_unless_free()  # another process may have been faster
             run._refuse_links()
             run._sweep()
@@ -101,9 +101,6 @@ class RunDirectory:
             write_atomically(
                 run.path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
             )
-        except BaseException:
-            run.close()
-            raise
         return run
 
     @classmethod
