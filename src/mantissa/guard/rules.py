@@ -144,7 +144,7 @@ class Guard:
         if len(self._window) > self.config.window:
             self._count(self._window.popleft(), -1)
         numbers: dict[str, float] = {"steps": len(self._window)}
-        findings = [finding for rule in self.rules for finding in rule.findings(self, numbers)]
+        findings = [found for rule in self.rules if (found := rule.finding(self, numbers)) is not None]
         numbers["fall_backs"] = self.fall_backs
         decision = self._decide(step, row.get("precision/format"), findings, numbers)
         self._remember(decision, any(rule.spoils for _, rule, _ in findings))
@@ -289,18 +289,15 @@ class Rule:
         """Each action with its bound in words."""
         return {each: self.at.format(bound, percent=100 * bound, more=1 + bound) for each, bound in self.levels(config)}
 
-    def findings(self, guard: Guard, numbers: dict[str, float]) -> list[Finding]:
-        """The most severe action whose bound is passed, with that bound in the reason; empty where none is."""
+    def finding(self, guard: Guard, numbers: dict[str, float]) -> Finding | None:
+        """The most severe action whose bound is passed, with that bound in the reason; None where none is."""
         measured = self.measure(guard, self, numbers)
-        if measured is None:
-            return []
-        value, said = measured
-        passed = [each for each, bound in self.levels(guard.config) if self.beyond(value, bound)]
+        passed = [each for each, at in self.levels(guard.config) if measured and self.beyond(measured[0], at)]
+        if measured is None or not passed:
+            return None
         bounds = self.bounds(guard.config)
-        named = [*bounds][-1:] if self.names_last else passed[-1:]
-        return [
-            (action, self, f"{said} ({each} {bounds[each]})") for action, each in zip(passed[-1:], named, strict=False)
-        ]
+        named = [*bounds][-1] if self.names_last else passed[-1]
+        return passed[-1], self, f"{measured[1]} ({named} {bounds[named]})"
 
 
 def _nonfinite(guard: Guard, rule: Rule, numbers: dict[str, float]) -> tuple[float, str]:

@@ -82,9 +82,9 @@ class Parts:
     scaling: LossScalingConfig
     reference: ReferencePolicy | None
     ranks: Ranks
-    twin: ExactTwin | None  # where an engine samples that is not this package's
-    plan: ExactPlan | None
-    replan: Callable[[Way], ExactPlan | None] | None  # where there is a plan: another one; collective
+    twin: ExactTwin | None = None  # where an engine samples that is not this package's
+    plan: ExactPlan | None = None
+    replan: Callable[[Way], ExactPlan | None] | None = None  # where there is a plan: another one; collective
     beside: Mapping[str, Parts] = field(default_factory=dict)  # of policies that play with this one, by name
 
     @property
@@ -207,9 +207,6 @@ def _by_transformers(config: RunConfig, task: Task, device: torch.device, ranks:
         scaling=scaling,
         reference=reference,
         ranks=ranks,
-        twin=None,
-        plan=None,
-        replan=None,
     )
 
 
