@@ -211,7 +211,7 @@ class Database:
             try:
                 yield self._connection
                 self._connection.execute("COMMIT")
-            except BaseException:
+            except BaseException:  # nothing of it stays, whatever ended it
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
