@@ -141,7 +141,8 @@ def run(name: str, look: str, folder: Path) -> Job:
         environment["MANTISSA_TEST_HIDDEN"] = "1"
     return run_job(
         folder, *fault.overrides, *SIZE, "+trainer.gate=stop", steps=3 if fault.injected else 5,
-        fails=False if fault.weights == "" else None, environment=environment, ranks=fault.ranks, rollout=fault.rollout, seconds=900,
+        fails=False if fault.weights == "" else None, environment=environment, ranks=fault.ranks,
+        rollout=fault.rollout, seconds=900,
     )  # fmt: skip
 
 
