@@ -351,3 +351,17 @@ def test_no_number_at_certain_tokens_alone_may_be_an_overflow() -> None:
     found = answer("large", lambda x: np.where(draw.random(len(x)) < 0.01, np.nan, x))
     assert found.fault is not None, found.headline
     assert (found.fault.name, found.fault.also) == ("unscored", ()), found.headline
+
+
+def test_a_bias_on_few_words_is_no_likeliest_token() -> None:
+    """All other words are a little below, which a likeliest token's log-prob never is."""
+    draw, words, rows = np.random.default_rng(0), 300, []
+    for _ in range(96):
+        z = draw.normal(0, 2.0, (32, words))
+        x, y = (each - np.logaddexp.reduce(each, 1)[:, None] for each in (z + 3.0 * (np.arange(words) < 4), z))
+        tokens = (x + draw.gumbel(size=x.shape)).argmax(1)
+        x, y = x[np.arange(32), tokens], y[np.arange(32), tokens]
+        rows.append(Scored(np.append(1, tokens), 1, x, y, np.ones(32, bool)))
+    found = examine(dumps.dump_of(rows, rollout_format="bf16", learner_format="bf16", experts=False))
+    assert found.fault is not None, found.headline
+    assert found.fault.name == "logit_bias", found.headline
