@@ -9,9 +9,9 @@
 
 A row a job. The policy is of two layers and was first taught sums, so that its distributions are a trained one's; both
 sides compute in fp16. A fault comes with the sync of step 1, after a look at a healthy batch, or is there from the
-start: then for five looks, which the gate judges together where each alone may be chance. ``turns``: every other step
-of one job has a fault, the next of ``TURNS``, and each step is looked at by weights and by log-probs; ``long``: no step
-has. The other rollout is transformers' generation (tests/support/verl_hf_rollout.py), ours, or verl's own vLLM.
+start: then for five looks. ``turns``: every other step of one job has a fault, the next of ``TURNS``, and each step is
+looked at by weights and by log-probs; ``long``: no step has. The other rollout is transformers' generation
+(tests/support/verl_hf_rollout.py), ours, or verl's own vLLM.
 """
 
 from __future__ import annotations

@@ -204,25 +204,6 @@ def look(size: float, seed: int, length: int = 3) -> tuple[Any, ...]:
 FP16 = {"rollout_format": "fp16", "learner_format": "fp16", "experts": False}
 
 
-def test_a_small_fault_from_the_start_is_seen_in_several_looks_and_in_none_alone() -> None:
-    """An eighth beyond the table, which may be chance in so few tokens; a job within it is never stopped."""
-    for seed in range(300, 304):
-        alone = Gate(on_fault="stop", say=lambda line: None)
-        found = alone.check(1, *look(0.039, seed), **FP16)
-        assert found is not None
-        assert (found.verdict, alone.stop) == (Verdict.UNKNOWN, False)
-    gate = Gate(every=1, on_fault="stop", say=lambda line: None)
-    stopped = [gate.check(step, *look(0.039, 299 + step), **FP16) is None or gate.stop for step in range(1, 5)]
-    assert stopped == [False, False, False, True]
-    assert gate.last is not None
-    assert gate.last.figures["tokens"] == 4 * 64 * 3
-    for job in range(4):
-        healthy = Gate(every=1, on_fault="stop", say=lambda line: None)
-        for step in range(5):
-            healthy.check(step, *look(0.033, 1000 * job + step), **FP16)
-        assert not healthy.stop
-
-
 def test_a_look_beyond_the_table_is_no_measure_of_a_job() -> None:
     """Single tokens make it: healthy, and not what later looks are held to."""
     gate = Gate(every=1, say=lambda line: None)

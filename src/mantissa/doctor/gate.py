@@ -13,10 +13,8 @@ and the training goes on.
 
 The first healthy look is the job's own measure: from then on up to three times its size of u is usual, in place of what
 the formats' table allows, which is the noise of all models and engines in them. A layer that arrives corrupted may
-multiply a gap by twenty and stay below that. ``state_dict`` is that measure, for a resumed job to be held to.
-
-Until there is one, a look beyond the table that may be chance in so few tokens is judged once more together with the
-looks before it of which the same was said (``POOLED`` at most): a small fault from the start is in each of them.
+multiply a gap by twenty and stay below that. A look beyond the table, which chance or single tokens may have made, is
+never that measure. ``state_dict`` is it, for a resumed job to be held to.
 """
 
 from __future__ import annotations
@@ -30,12 +28,11 @@ from typing import Any, Literal
 import numpy as np
 
 from mantissa.base.errors import MantissaError
-from mantissa.doctor.diagnosis import MEASURED, Basis, Diagnosis, Verdict
+from mantissa.doctor.diagnosis import MEASURED, Diagnosis, Verdict
 from mantissa.doctor.dump import Dump, Scored, Settings
 
 Table = Any  # B rows of R numbers: a tensor, an array or lists
 Versions = int | Sequence[int | None] | None
-POOLED = 5  # looks that are judged together
 _PROMPTS = 3 / 16  # of ``sequences``: 12 of 64; with 8, no p is small enough, for whole prompts are what is independent
 _UNREADABLE = (MantissaError, ValueError, TypeError, IndexError, RuntimeError, AttributeError)
 
@@ -67,7 +64,6 @@ class Gate:
         self._own: dict[Settings, float] = {}  # size of u at the first healthy look, in each pair of formats
         self._kept: list[Scored] = []
         self._healthy: list[Scored] = []  # of the last healthy verdict
-        self._undecided: dict[Settings, list[list[Scored]]] = {}  # the newest looks beyond the table, by chance or not
         self._dump: Dump | None = None  # what ``last`` is about
 
     def after_sync(self) -> None:
@@ -128,24 +124,19 @@ class Gate:
 
     def _answer(self, step: int, kept: list[Scored], settings: Settings) -> Diagnosis | None:
         from mantissa.doctor.examine import examine, remedies_for
+        from mantissa.doctor.facts import usual_of
 
         own = replace(settings, healthy_size=self._own.get(settings))
         dump = Dump(self.framework, Path(f"step {step}"), [*self._fresher(kept), *kept], own)
         try:
             found = examine(dump)
-            if settings not in self._own and _undecided(found, settings):
-                looks = self._undecided[settings] = [*self._undecided.get(settings, []), kept][-POOLED:]
-                whole = replace(dump, sequences=[each for look in looks for each in look])
-                together = examine(whole) if len(looks) > 1 else found
-                if together.verdict in (Verdict.FAULT, Verdict.LARGE):
-                    found, dump = together, whole
         except _UNREADABLE as error:
             self.say(f"mantissa doctor: step {step}: no verdict ({error}); the training goes on")
             return None
         self.last, self._dump = found, dump
         if found.verdict is not Verdict.UNKNOWN and not self.wrong(found):
             self._healthy = kept
-            if found.basis in MEASURED and not _undecided(found, settings):
+            if found.basis in MEASURED and found.figures["u_rms"] <= usual_of(settings).bound:
                 self._own.setdefault(settings, float(found.figures["u_rms"]))
         if found.verdict in (Verdict.FAULT, Verdict.LARGE):
             known = [(do, f" ({', '.join(keys)})" if keys else "") for do, keys in remedies_for(found)[:2]]
@@ -180,14 +171,6 @@ class Gate:
         if self.last is None or self._dump is None:
             raise MantissaError("the gate has no diagnosis yet: check() gives None until it has gathered enough")
         return write_page(self._dump, self.last, folder)
-
-
-def _undecided(found: Diagnosis, settings: Settings) -> bool:
-    """Whether a look is beyond its formats' table and too small to say so: too few tokens, or single ones make it."""
-    from mantissa.doctor.facts import usual_of
-
-    undecided = found.basis in (Basis.FEW, Basis.ROUNDING)
-    return undecided and bool(found.figures["u_rms"] > usual_of(settings).bound)
 
 
 def _measure(row: Mapping[str, Any]) -> tuple[Settings, float]:
