@@ -27,7 +27,7 @@ BENCHMARKS = ROOT / "benchmarks"
 THREAD = ("--threads", "1")
 NEEDS = {"rollout_vs_generate": "transformers"}
 SCRIPTS = {  # what is no case: workers, what cases share, and programs with tests of their own
-    "apart", "doctor_faults", "doctor_jobs_trl", "doctor_mistakes", "doctor_strangers", "families", "our_step",
+    "apart", "doctor_jobs_trl", "doctor_mistakes", "doctor_ours", "doctor_strangers", "families", "our_step",
     "rl_problem", "rows", "run", "runner", "soak", "soak_job", "soak_load", "soak_report", "steps", "tables",
     "trl_step", "verl_gate", "verl_jobs", "verl_rehearsals", "workers",
 }  # fmt: skip
@@ -325,10 +325,11 @@ def test_the_doctor_is_tried_on_a_family_of_transformers(tmp_path: Path) -> None
 @pytest.mark.variants
 def test_the_doctor_is_tried_on_a_policy(pretrained: Path, tmp_path: Path) -> None:
     run_case(tmp_path, "doctor_confusion", str(pretrained), "--dry")
-    healthy, *faults = rows_in(tmp_path / "doctor_confusion.jsonl")
-    assert (healthy["kind"], healthy["trials"]) == ("healthy", 2)
-    assert faults
-    assert all("rows" in row["kind"] and row["trials"] == 2 for row in faults)
+    rows = rows_in(tmp_path / "doctor_confusion.jsonl")
+    healthy, faults = ([row for row in rows if (row["kind"] == "healthy") == which] for which in (True, False))
+    assert [(row["side"], row["outcome"] == "wrong") for row in healthy] == [("learner", False), ("rollout", False)]
+    assert len({row["kind"] for row in faults}) == 5
+    assert all("rows" in row["kind"] for row in faults)
     assert "expected model" in run_case(tmp_path, "doctor_confusion", code=2)
 
 
