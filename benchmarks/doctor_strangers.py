@@ -2,8 +2,9 @@
 
 Nothing here is computed by Mantissa's decoder, kernels or engine (``doctor_ours.py`` has those). A ``Family`` is a
 transformers model: small ones of some thirty classes, of one size or of a larger one (``@2``), random or trained for
-half a minute (``+text``) on this project's own pages, and the real SmolLM2-135M. The rollout samples token by token with a cache from left-padded
-prompts; the learner scores whole right-padded sequences: so a healthy gap is the one that transformers has with itself.
+half a minute (``+text``) on this project's own pages, and the real SmolLM2-135M. The rollout samples token by token
+with a cache from left-padded prompts; the learner scores whole right-padded sequences: so a healthy gap is the one
+that transformers has with itself.
 The mistakes are in ``doctor_mistakes.py``.
 
 ``TUNED``: families on which thresholds may be chosen, and which have been looked at. ``HELD_OUT``: those on which
