@@ -289,7 +289,7 @@ class Family(Policy):
             return [[1, *text[start : start + count].tolist()] for start, count in cuts]
         return [[1, *draw.integers(3, words, int(draw.integers(5, 40))).tolist()] for _ in range(self.prompts)]
 
-    def roll(  # type: ignore[override]
+    def roll(
         self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, *,
         cache_format: torch.dtype | None = None, whole: bool = False, law: Law | None = None, end: int = 2,
     ) -> Rolled:  # fmt: skip

@@ -1,10 +1,10 @@
 """Jobs of verl's own trainer with and without the plugin, two steps each; a row a job in results/verl.jsonl.
 
-    python benchmarks/verl_jobs.py                  # every kind but vllm; in the environment of make test-verl
-    python benchmarks/verl_jobs.py mantissa-fp16 overhead
-    python benchmarks/verl_jobs.py vllm-bf16 ...    # in that of make test-verl-vllm
-    python benchmarks/verl_jobs.py run              # 24 steps, for the picture
-    python benchmarks/verl_jobs.py --picture        # docs/images/verl.svg, from the rows
+    python benchmarks/run.py verl_jobs                  # every kind but vllm; in the environment of make test-verl
+    python benchmarks/run.py verl_jobs mantissa-fp16 overhead
+    python benchmarks/run.py verl_jobs vllm-bf16 ...    # in that of make test-verl-vllm
+    python benchmarks/run.py verl_jobs run              # 24 steps, for the picture
+    python benchmarks/run.py verl_picture               # docs/images/verl.svg, from the rows
 
 The model is a Qwen3 of two layers (tests/support/verl_job.py), or of the family that a kind names, so seconds are of
 verl's machinery, not of arithmetic.
@@ -14,16 +14,17 @@ verl's machinery, not of arithmetic.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import math
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rows import ROOT, append
+from rows import ROOT
+from runner import Rows, among, case
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
@@ -73,6 +74,10 @@ KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "vllm-mantissa_fsdp2-bf16": fsdp("mantissa_fsdp2", "bf16", *VLLM, NO_PREFIX_CACHE),
 }
 KINDS["vllm-mantissa_fsdp2-bf16"][1]["rollout"] = "vllm"
+
+
+KNOWN = (*KINDS, "overhead", "spikes", "run")
+NOT_VLLMS = tuple(name for name in KNOWN if not name.startswith("vllm"))
 
 
 def of_job(kind: str, job: Job) -> dict[str, Any]:
@@ -141,8 +146,18 @@ def measured(kind: str, folder: Path) -> dict[str, Any]:
     return of_job(kind, run_job(folder, *given, *SIZE, **named, **more))
 
 
-def picture() -> None:
-    """What a job's log says by step: reward, loss scale, log-probs that differ."""
+@case("verl")
+def verl_jobs(kinds: Sequence[str] = NOT_VLLMS, /) -> Rows:
+    among(kinds, KNOWN)
+    about = {"benchmark": "verl", "verl": importlib.metadata.version("verl"), "ray": importlib.metadata.version("ray")}
+    for kind in kinds:
+        with tempfile.TemporaryDirectory(prefix=f"verl-{kind}-") as folder:
+            yield about | {"kind": kind} | measured(kind, Path(folder))
+
+
+@case("verl")
+def verl_picture() -> Rows:
+    """The picture docs/images/verl.svg: what a job's log says by step, from the rows that there are."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -174,26 +189,4 @@ def picture() -> None:
         panel.tick_params(labelsize=8)
         panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(ROOT / "docs" / "images" / "verl.svg", metadata={"Date": None})
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="*")
-    parser.add_argument("--picture", action="store_true")
-    given = parser.parse_args()
-    if given.picture:
-        picture()
-        return
-    known = [*KINDS, "overhead", "spikes", "run"]
-    if unknown := set(given.kinds) - set(known):
-        parser.error(f"{', '.join(sorted(unknown))}: expected of {', '.join(known)}")
-    about = {"benchmark": "verl", "verl": importlib.metadata.version("verl"), "ray": importlib.metadata.version("ray")}
-    for kind in given.kinds or [each for each in known if not each.startswith("vllm")]:
-        with tempfile.TemporaryDirectory(prefix=f"verl-{kind}-") as folder:
-            row = measured(kind, Path(folder))
-        append("verl.jsonl", [about | {"kind": kind} | row], "cpu")
-        print(kind, json.dumps(row)[:400], flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return iter(())

@@ -29,7 +29,7 @@ NEEDS = {"rollout_vs_generate": "transformers"}
 SCRIPTS = {  # what is no case: workers, what cases share, and programs with tests of their own
     "apart", "doctor_jobs_trl", "doctor_mistakes", "doctor_ours", "doctor_strangers", "families", "our_step",
     "rl_problem", "rows", "run", "runner", "soak", "soak_job", "soak_load", "soak_report", "steps", "tables",
-    "trl_step", "verl_gate", "verl_jobs", "verl_rehearsals", "workers",
+    "trl_step", "workers",
 }  # fmt: skip
 
 
@@ -40,7 +40,7 @@ BY_OPTION = {"native_beside", "native_limit"}
 ON_A_GPU = {"gpu_demo", "gpu_exact", "gpu_promises", "gpu_sizes", "gpu_step"}
 NOT_HERE = {
     "demo_runs", "doctor_healthy", "doctor_hands", "doctor_jobs", "final_policy", "first_use", "gap", "start_pages",
-    "substitution", "tune", "waltz", "waltz_picture",
+    "substitution", "tune", "verl_gate", "verl_jobs", "verl_picture", "verl_rehearsals", "waltz", "waltz_picture",
 }  # fmt: skip
 
 
