@@ -76,18 +76,12 @@ def measure_curves(seeds: int, updates: int) -> list[Row]:
         sigmas = [abs(m - statistics.mean(b)) / statistics.stdev(b) for m, b in zip(means, base, strict=True)]
         inside = [min(b) <= m <= max(b) for m, b in zip(means, base, strict=True)]
         about = {
-            "case": "curve",
-            "requested": precision,
-            "active": trainer.precision.active.name,
-            "kernels": trainer.precision.backend,
-            "seeds": seeds,
-            "updates": updates,
-            "best_loss": BEST_LOSS,
+            "case": "curve", "requested": precision, "active": trainer.precision.active.name,
+            "kernels": trainer.precision.backend, "seeds": seeds, "updates": updates, "best_loss": BEST_LOSS,
             "fp32_curve": [round(statistics.mean(b), 5) for b in base],
-            "fp32_spread": [round(statistics.stdev(b), 5) for b in base],
-            "curve": [round(m, 5) for m in means],
+            "fp32_spread": [round(statistics.stdev(b), 5) for b in base], "curve": [round(m, 5) for m in means],
             "skipped": sum(trainer.skipped for _, trainer in found),
-        }
+        }  # fmt: skip
         final = {"value": means[-1], "min": min(c[-1] for c in losses), "max": max(c[-1] for c in losses)}
         base_final = {"value": statistics.mean(base[-1]), "min": min(base[-1]), "max": max(base[-1])}
         rows += [
@@ -165,15 +159,9 @@ def measure_overflow(seeds: int, updates: int) -> list[Row]:
             print(f"refused: {name}: {refusal}")
             continue
         about = {
-            "case": "overflow",
-            "contender": name,
-            "requested": "fp16",
-            "active": "fp16",
-            "kernels": kernels,
-            "seeds": seeds,
-            "updates": updates,
-            "growth_interval": GROWTH_INTERVAL,
-        }
+            "case": "overflow", "contender": name, "requested": "fp16", "active": "fp16", "kernels": kernels,
+            "seeds": seeds, "updates": updates, "growth_interval": GROWTH_INTERVAL,
+        }  # fmt: skip
         metrics = (("batches_lost_per_run", "batches"), ("steps_retried_per_run", "steps"), ("final_loss", "ratio"))
         for i, (metric, unit) in enumerate(metrics):
             values = [outcome[i] for outcome in found]

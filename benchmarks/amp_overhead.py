@@ -53,12 +53,10 @@ def transformer_case(width: int, layers: int, sequences: int) -> tuple[nn.Module
 
 
 CASES: tuple[tuple[str, str, Callable[[], tuple[nn.Module, Any]]], ...] = (
-    ("mlp", "fp32", lambda: mlp_case(10_000_000, 512)),
-    ("mlp", "bf16", lambda: mlp_case(10_000_000, 1024)),
-    ("mlp", "fp16", lambda: mlp_case(300_000, 128)),
-    ("transformer", "fp32", lambda: transformer_case(256, 4, 16)),
+    ("mlp", "fp32", lambda: mlp_case(10_000_000, 512)), ("mlp", "bf16", lambda: mlp_case(10_000_000, 1024)),
+    ("mlp", "fp16", lambda: mlp_case(300_000, 128)), ("transformer", "fp32", lambda: transformer_case(256, 4, 16)),
     ("transformer", "bf16", lambda: transformer_case(256, 4, 16)),
-)
+)  # fmt: skip
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -110,14 +108,10 @@ def measure(name: str, precision: str, make: Callable[[], tuple[nn.Module, Any]]
     mine, trainer = ours(precision, model, batch)
     times = interleaved({"amp": amp(precision, other, batch), "ours": mine}, warm_up=4, rounds=rounds)
     about = {
-        "case": name,
-        "requested": precision,
-        "active": trainer.precision.active.name,
-        "kernels": trainer.precision.backend,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "samples": len(batch[0]),
-        "rounds": rounds,
-    }
+        "case": name, "requested": precision, "active": trainer.precision.active.name,
+        "kernels": trainer.precision.backend, "parameters": sum(p.numel() for p in model.parameters()),
+        "samples": len(batch[0]), "rounds": rounds,
+    }  # fmt: skip
     ratios = [a / b for a, b in zip(times["ours"], times["amp"], strict=True)]
     forward = forward_seconds(precision, other, batch)
     return [

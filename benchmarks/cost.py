@@ -29,11 +29,9 @@ from mantissa.precision import PrecisionPolicy
 
 BASE = {"rows": 16, "length": 64, "hidden": 128, "vocabulary": 512}
 AXES: dict[str, tuple[int, ...]] = {
-    "rows": (8, 16, 32, 64),
-    "length": (32, 64, 128, 256, 512),
-    "hidden": (64, 128, 256, 512),
+    "rows": (8, 16, 32, 64), "length": (32, 64, 128, 256, 512), "hidden": (64, 128, 256, 512),
     "vocabulary": (256, 1024, 4096, 16384),
-}
+}  # fmt: skip
 LAYERS = 4
 
 

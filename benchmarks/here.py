@@ -142,16 +142,8 @@ def step(threads: int, rounds: int) -> Iterator[Finding]:
         made: list[Row] = []
         if there:
             words = (
-                "--threads",
-                str(threads),
-                "--rounds",
-                str(rounds),
-                "--warm-up",
-                "1",
-                "--precisions",
-                "fp32",
-                "bf16",
-            )
+                "--threads", str(threads), "--rounds", str(rounds), "--warm-up", "1", "--precisions", "fp32", "bf16",
+            )  # fmt: skip
             made = made_by("rl_step", *words, "--trl", "trl", "trl bf16", *more)
         for fmt in ("fp32", "bf16"):
             wanted = (row["value"] for row in made

@@ -31,16 +31,12 @@ from workers import Worker, middle, saved, serve, turns
 PROMPT = 48
 # Name: whose, its dtype or precision, and the format of its logits.
 CONTENDERS: dict[str, tuple[str, str, str]] = {
-    "ours, fp32": ("ours", "fp32", "fp32"),
-    "ours, bf16": ("ours", "bf16", "fp32"),
-    "ours, bf16, logits too": ("ours", "bf16", "bf16"),
-    "ours, int8 on bf16": ("ours", "int8-rollout", "fp32"),
-    "ours, mxfp8 on bf16": ("ours", "mxfp8-rollout", "fp32"),
-    "transformers, fp32": ("transformers", "float32", "fp32"),
-    "transformers, bf16": ("transformers", "bfloat16", "bf16"),
-    "vLLM, fp32": ("vllm", "float32", "fp32"),
+    "ours, fp32": ("ours", "fp32", "fp32"), "ours, bf16": ("ours", "bf16", "fp32"),
+    "ours, bf16, logits too": ("ours", "bf16", "bf16"), "ours, int8 on bf16": ("ours", "int8-rollout", "fp32"),
+    "ours, mxfp8 on bf16": ("ours", "mxfp8-rollout", "fp32"), "transformers, fp32": ("transformers", "float32", "fp32"),
+    "transformers, bf16": ("transformers", "bfloat16", "bf16"), "vLLM, fp32": ("vllm", "float32", "fp32"),
     "vLLM, bf16": ("vllm", "bfloat16", "bf16"),
-}
+}  # fmt: skip
 Sample = Callable[[list[list[int]], int], int]  # prompts and new tokens of each: how many tokens came
 Made = tuple[Sample, str]  # and which kernels
 

@@ -147,11 +147,9 @@ class Stepper:
     def about(self) -> dict[str, Any]:
         roles = {role["role"]: role for role in self.parts.precision.rows()}
         return {
-            "active": self.parts.precision.learner.active.name,
-            "kernels": roles["learner"]["kernels"],
-            "evidence": self.parts.evidence["learner"],
-            "threads": torch.get_num_threads(),
-        }
+            "active": self.parts.precision.learner.active.name, "kernels": roles["learner"]["kernels"],
+            "evidence": self.parts.evidence["learner"], "threads": torch.get_num_threads(),
+        }  # fmt: skip
 
     def close(self) -> None:
         self.parts.close()

@@ -31,15 +31,10 @@ def measure(policies: Mapping[str, PrecisionPolicy], hidden: int, length: int, r
     for name, policy in policies.items():
         role = resolve(policy, "cpu").learner
         about: Row = {
-            **({} if named else {"contender": name}),
-            "requested": policy.train,
-            "active": "fp8" if role.fp8 is not None else role.active.name,
-            "kernels": role.backend,
-            "hidden": hidden,
-            "layers": LAYERS,
-            "tokens": ROWS * (length - 1),
-            "rounds": rounds,
-        }
+            **({} if named else {"contender": name}), "requested": policy.train,
+            "active": "fp8" if role.fp8 is not None else role.active.name, "kernels": role.backend, "hidden": hidden,
+            "layers": LAYERS, "tokens": ROWS * (length - 1), "rounds": rounds,
+        }  # fmt: skip
         if role.fp8 is not None:
             about["products"] = f"{role.fp8}, scale {role.fp8.scale}"
         rows += step_rows(about, name, times)
@@ -60,10 +55,8 @@ def fp8_step(threads: int = 2, rounds: int = 15, hidden: int = 256) -> Rows:
     """What fp8 costs on a CPU: a training step with simulated fp8 products against native fp32."""
     keep_freed_memory()  # as `mantissa train` does
     variants = {
-        "fp8": Fp8Policy(),
-        "fp8 e4m3": Fp8Policy(backward="e4m3"),
-        "fp8 high": Fp8Policy(backward="high"),
+        "fp8": Fp8Policy(), "fp8 e4m3": Fp8Policy(backward="e4m3"), "fp8 high": Fp8Policy(backward="high"),
         "fp8 power of two": Fp8Policy(scale="power_of_two"),
-    }
+    }  # fmt: skip
     fp8 = {name: PrecisionPolicy(train="fp8", rollout="fp8", fp8=variant) for name, variant in variants.items()}
     yield measure({"fp32": PRESETS["fp32"], "bf16": PRESETS["bf16"], **fp8}, hidden, 65, rounds)

@@ -20,13 +20,9 @@ from runner import Row, Rows, among, case
 DOCS = ROOT / "docs"
 # Where the commands stand that a page's first minutes are.
 PAGES = {
-    "format": DOCS / "gap.md",
-    "laptop": DOCS / "rl.md",
-    "own-loop": DOCS / "trainer.md",
-    "trl": DOCS / "integrations.md",
-    "train-mine": DOCS / "start" / "train-mine.md",
-    "verl": DOCS / "start" / "verl.md",
-}
+    "format": DOCS / "gap.md", "laptop": DOCS / "rl.md", "own-loop": DOCS / "trainer.md",
+    "trl": DOCS / "integrations.md", "train-mine": DOCS / "start" / "train-mine.md", "verl": DOCS / "start" / "verl.md",
+}  # fmt: skip
 TRL = Path(os.environ.get("TRL_VENV", ROOT / ".venv-trl")) / "bin" / "python"
 
 

@@ -36,11 +36,9 @@ TORCH = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SIZE = ("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16", "+trainer.gate=warn")
 NO_PREFIX_CACHE = f"{ROLLOUT}.enable_prefix_caching=False"
 FLOWRL = (
-    f"{ACTOR}.policy_loss.loss_mode=flowrl",
-    f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
-    f"{ACTOR}.use_kl_loss=True",
+    f"{ACTOR}.policy_loss.loss_mode=flowrl", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", f"{ACTOR}.use_kl_loss=True",
     f"{ACTOR}.kl_loss_coef=0",
-)
+)  # fmt: skip
 
 
 def fsdp(strategy: str, name: str, *more: str) -> tuple[list[str], dict[str, Any]]:
@@ -114,15 +112,11 @@ def of_run(folder: Path) -> dict[str, Any]:
     steps = 24
     job = run_job(folder, *given, "trainer.save_freq=100", steps=steps, seconds=1200, **named)
     names = {
-        "reward": "critic/rewards/mean",
-        "loss_scale": "actor/mantissa/loss_scale",
-        "retried": "actor/mantissa/retried",
-        "lost_so_far": "actor/mantissa/lost_so_far",
-        "size_of_u": "mantissa/gate_size_of_u",
-        "unlike": "actor/mantissa/logprobs_unlike_rollout",
-        "compared": "actor/mantissa/logprobs_compared",
+        "reward": "critic/rewards/mean", "loss_scale": "actor/mantissa/loss_scale", "retried": "actor/mantissa/retried",
+        "lost_so_far": "actor/mantissa/lost_so_far", "size_of_u": "mantissa/gate_size_of_u",
+        "unlike": "actor/mantissa/logprobs_unlike_rollout", "compared": "actor/mantissa/logprobs_compared",
         "grad_norm": "actor/grad_norm",
-    }
+    }  # fmt: skip
     curves = {short: [job.metrics[step].get(name) for step in sorted(job.metrics)] for short, name in names.items()}
     return {"requested": "fp16", "active": "fp16", "steps": steps, "job_seconds": job.seconds, "curves": curves}
 

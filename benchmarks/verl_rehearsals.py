@@ -91,17 +91,13 @@ def measured(kind: str) -> dict[str, Any]:
         about = KINDS[kind]
         file = None if about.recipe is None else launch_file(RECIPES / about.recipe)
         return {
-            "kind": kind,
-            "what": about.what,
-            "recipe": about.recipe or "",
-            "engine": about.engine or load_options(file, {}).engine,
-            "steps": len(rows),
-            "seconds": round(seconds, 1),
+            "kind": kind, "what": about.what, "recipe": about.recipe or "",
+            "engine": about.engine or load_options(file, {}).engine, "steps": len(rows), "seconds": round(seconds, 1),
             "probability_difference": max(row["training/rollout_probs_diff_max"] for row in rows.values()),
             "k3_kl": max(row.get("rollout_corr/k3_kl", 0.0) for row in rows.values()),
             "grad_norm": [row["actor/grad_norm"] for row in rows.values()],
             "score": [row["critic/score/mean"] for row in rows.values()],
-        }
+        }  # fmt: skip
 
 
 @case()
