@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
+from amp_overhead import amp_step
 from runner import Row, Rows, case
 from torch import Tensor, nn
 
@@ -109,17 +110,10 @@ Outcome = tuple[int, int, float]  # batches lost, steps that were repeated, held
 def with_amp(seed: int, updates: int) -> Outcome:
     model, optimizer = fresh(seed)
     scaler = torch.amp.GradScaler("cpu", growth_interval=GROWTH_INTERVAL)
-    lost = 0
+    step, lost = amp_step(model, optimizer, scaler, "fp16", weighted_loss), 0
     for batch in heavy_tailed(seed, updates):
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", torch.float16):
-            loss = weighted_loss(model, batch)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         before = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
+        step(batch)
         lost += scaler.get_scale() < before  # it falls on overflow, and only then
     return lost, 0, held_out_loss(model)
 

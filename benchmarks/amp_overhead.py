@@ -77,14 +77,16 @@ def autocast(precision: str) -> Any:
     return torch.autocast("cpu", format_named(precision).dtype)
 
 
-def amp(precision: str, model: nn.Module, batch: Any) -> Callable[[], object]:
-    optimizer = optimizer_of(model)
-    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+def amp_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, precision: str,
+    loss_of: Callable[[nn.Module, Any], Tensor],
+) -> Callable[[Any], None]:  # fmt: skip
+    """A step as torch documents it, of the batch that it is given."""
 
-    def step() -> None:
+    def step(batch: Any) -> None:
         optimizer.zero_grad(set_to_none=True)
         with autocast(precision):
-            loss = loss_fn(model, batch)
+            loss = loss_of(model, batch)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
@@ -92,6 +94,12 @@ def amp(precision: str, model: nn.Module, batch: Any) -> Callable[[], object]:
         scaler.update()
 
     return step
+
+
+def amp(precision: str, model: nn.Module, batch: Any) -> Callable[[], object]:
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+    step = amp_step(model, optimizer_of(model), scaler, precision, loss_fn)
+    return lambda: step(batch)
 
 
 def forward_seconds(precision: str, model: nn.Module, batch: Any) -> float:

@@ -55,8 +55,17 @@ _LARGER: dict[str, Any] = {
 _MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
+_PLAIN = {  # name and class of those that want nothing else, and of those that want only the size of a head
+    "":
+        "llama:Llama mistral:Mistral falcon:Falcon opt:OPT stablelm:StableLm nemotron:Nemotron exaone4:Exaone4 "
+        "smollm3:SmolLM3 cohere2:Cohere2 persimmon:Persimmon arcee:Arcee olmo:Olmo cohere:Cohere apertus:Apertus "
+        "doge:Doge jais2:Jais2 nanochat:NanoChat diffllama:DiffLlama hyperclovax:HyperCLOVAX bitnet:BitNet "
+        "granite-swa:GraniteSWA bloom:Bloom",
+    "head_dim":
+        "glm:Glm helium:Helium gemma:Gemma seed-oss:SeedOss glm4:Glm4 ernie:Ernie4_5 hunyuan:HunYuanDenseV1 "
+        "ministral3:Ministral3 cwm:Cwm ministral:Ministral",
+}  # fmt: skip
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
     "qwen2": ("Qwen2", {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4,
                         "tie_word_embeddings": True}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_hidden_layers": 2, "num_key_value_heads": 3}),
@@ -70,24 +79,10 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox": ("GPTNeoX", {"num_hidden_layers": 4, "intermediate_size": 384}),
     "starcoder2": ("Starcoder2", {"num_hidden_layers": 4, "intermediate_size": 320}),
     "qwen2-moe": ("Qwen2Moe", _MOE | {"shared_expert_intermediate_size": 96}),
-    "mistral": ("Mistral", {}),
-    "falcon": ("Falcon", {}),
-    "opt": ("OPT", {}),
     "gptj": ("GPTJ", {"n_positions": 512, "rotary_dim": 8}),
-    "stablelm": ("StableLm", {}),
-    "glm": ("Glm", {"head_dim": 16}),
-    "nemotron": ("Nemotron", {}),
-    "exaone4": ("Exaone4", {}),
-    "smollm3": ("SmolLM3", {}),
     "granitemoe": ("GraniteMoe", _LOCAL),
     "deepseek3": ("DeepseekV3", _ROUTED | {"n_group": 2, "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 32,
                                            "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}),
-    "cohere2": ("Cohere2", {}),
-    "helium": ("Helium", {"head_dim": 16}),
-    "persimmon": ("Persimmon", {}),
-    "gemma": ("Gemma", {"head_dim": 16}),
-    "arcee": ("Arcee", {}),
-    "seed-oss": ("SeedOss", {"head_dim": 16}),
     "phimoe": ("Phimoe", _LOCAL),
     "gpt-oss": ("GptOss", _LOCAL | {"head_dim": 16}),
     "glm4-moe": ("Glm4Moe", _ROUTED | {"head_dim": 16}),
@@ -96,27 +91,10 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan-moe": ("HunYuanMoEV1", {"num_experts": 8, "moe_topk": 2, "head_dim": 16}),
     "jetmoe": ("JetMoe", _LOCAL | {"kv_channels": 16, "activation_function": "silu"}),
     "granitemoe-shared": ("GraniteMoeShared", _LOCAL | {"shared_intermediate_size": 96}),
-    "glm4": ("Glm4", {"head_dim": 16}),
-    "olmo": ("Olmo", {}),
-    "cohere": ("Cohere", {}),
-    "ernie": ("Ernie4_5", {"head_dim": 16}),
-    "hunyuan": ("HunYuanDenseV1", {"head_dim": 16}),
     "phi": ("Phi", {"num_key_value_heads": 6}),
-    "apertus": ("Apertus", {}),
     "olmo3": ("Olmo3", {"num_key_value_heads": 6}),
-    "doge": ("Doge", {}),
     "gpt-bigcode": ("GPTBigCode", {"n_positions": 512}),
-    "jais2": ("Jais2", {}),
-    "nanochat": ("NanoChat", {}),
-    "ministral3": ("Ministral3", {"head_dim": 16}),
-    "cwm": ("Cwm", {"head_dim": 16}),
-    "diffllama": ("DiffLlama", {}),
-    "hyperclovax": ("HyperCLOVAX", {}),
-    "bitnet": ("BitNet", {}),
-    "ministral": ("Ministral", {"head_dim": 16}),
-    "granite-swa": ("GraniteSWA", {}),
     "mpt": ("Mpt", {"n_heads": 6, "n_layers": 3, "d_model": 96}),
-    "bloom": ("Bloom", {}),
     "minimax-m2": ("MiniMaxM2", _LOCAL | {"head_dim": 16, "rotary_dim": 8}),
     "exaone-moe": ("ExaoneMoe", _MOE | {"n_group": 1, "topk_group": 1}),
     "afmoe": ("Afmoe", _MOE | {"head_dim": 16}),
@@ -125,6 +103,9 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "hyv3": ("HYV3", _MOE | {"head_dim": 16}),
     "aria": ("AriaText", {"moe_num_experts": 8, "moe_topk": 2}),
     "mellum": ("Mellum", _MOE | {"head_dim": 16}),
+} | {
+    name: (kind, {what: 16} if what else {})
+    for what, words in _PLAIN.items() for name, kind in (each.split(":") for each in words.split())
 }  # fmt: skip
 
 
