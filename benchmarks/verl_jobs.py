@@ -1,9 +1,10 @@
 """Jobs of verl's own trainer with and without the plugin, two steps each; a row a job in results/verl.jsonl.
 
-    python benchmarks/run.py verl_jobs                  # every kind but vllm; in the environment of make test-verl
+    python benchmarks/run.py verl_jobs              # every kind but vllm, suite; in the environment of make test-verl
     python benchmarks/run.py verl_jobs mantissa-fp16 overhead
     python benchmarks/run.py verl_jobs vllm-bf16 ...    # in that of make test-verl-vllm
     python benchmarks/run.py verl_jobs run              # 24 steps, for the picture
+    python benchmarks/run.py verl_jobs suite            # make test-verl whole: its seconds, and its slowest tests
     python benchmarks/run.py verl_picture               # docs/images/verl.svg, from the rows
 
 The model is a Qwen3 of two layers (tests/support/verl_job.py), or of the family that a kind names, so seconds are of
@@ -17,8 +18,12 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
+import os
+import re
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,8 +79,8 @@ KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
 KINDS["vllm-mantissa_fsdp2-bf16"][1]["rollout"] = "vllm"
 
 
-KNOWN = (*KINDS, "overhead", "spikes", "run")
-NOT_VLLMS = tuple(name for name in KNOWN if not name.startswith("vllm"))
+KNOWN = (*KINDS, "overhead", "spikes", "run", "suite")
+NOT_VLLMS = tuple(name for name in KNOWN if not name.startswith(("vllm", "suite")))
 
 
 def of_job(kind: str, job: Job) -> dict[str, Any]:
@@ -121,6 +126,34 @@ def of_run(folder: Path) -> dict[str, Any]:
     return {"requested": "fp16", "active": "fp16", "steps": steps, "job_seconds": job.seconds, "curves": curves}
 
 
+def of_suite() -> dict[str, Any]:
+    """``make test-verl``, which must pass: its seconds, by part and by test, and the machine's load meanwhile."""
+    begun, text = time.monotonic(), ""
+    given = os.environ | {"PYTEST_ADDOPTS": "--durations=25"}
+    with subprocess.Popen(["make", "test-verl"], cwd=ROOT, env=given, stdout=subprocess.PIPE, text=True) as suite:
+        for line in suite.stdout or ():
+            print(line, end="", flush=True)
+            text += line
+    if suite.returncode:
+        raise SystemExit(f"make test-verl: exit status {suite.returncode}; of tests that fail no row is kept")
+    return {
+        "suite_seconds": time.monotonic() - begun,
+        "processors": os.cpu_count(),
+        "load": os.getloadavg()[2],
+    } | parts(text)
+
+
+def parts(text: str) -> dict[str, Any]:
+    """Of what several runs of pytest printed: tests passed and seconds of each, and seconds of the slowest tests."""
+    runs = re.findall(r"^(?:=+ )?(\d+) passed.* in ([\d.]+)s", text, re.MULTILINE)
+    slowest = re.findall(r"^([\d.]+)s call +(.+)$", text, re.MULTILINE)
+    return {
+        "passed": [int(passed) for passed, _ in runs],
+        "seconds": [float(seconds) for _, seconds in runs],
+        "slowest": {name: float(seconds) for seconds, name in sorted(slowest, key=lambda each: -float(each[0]))[:25]},
+    }
+
+
 def measured(kind: str, folder: Path) -> dict[str, Any]:
     """The row of one kind, without its stamp."""
     if kind == "overhead":
@@ -135,6 +168,8 @@ def measured(kind: str, folder: Path) -> dict[str, Any]:
         return {"batches": {who: len(seen[who]) for who in lost}, "lost": lost, "requested": "fp16", "active": "fp16"}
     if kind == "run":
         return of_run(folder)
+    if kind == "suite":
+        return of_suite()
     given, named = KINDS[kind]
     more = {"head_dim": 32, "seconds": 1200} if kind.startswith("vllm") else {}
     return of_job(kind, run_job(folder, *given, *SIZE, **named, **more))
