@@ -20,21 +20,18 @@ from typing import Any
 
 import torch
 from runner import Rows, case
+from sampling import engine_of, ours
 from steps import decoder_config, interleaved, training_step
 
-from mantissa.kernels import resolve, rollout_kernels
 from mantissa.model.config import ModelConfig
 from mantissa.model.decoder import Decoder
 from mantissa.precision import PrecisionPolicy
-from mantissa.rollout import NativeEngine, Request, SamplingParams
 
 BASE = {"rows": 16, "length": 64, "hidden": 128, "vocabulary": 512}
 AXES: dict[str, tuple[int, ...]] = {
-    "rows": (8, 16, 32, 64),
-    "length": (32, 64, 128, 256, 512),
-    "hidden": (64, 128, 256, 512),
+    "rows": (8, 16, 32, 64), "length": (32, 64, 128, 256, 512), "hidden": (64, 128, 256, 512),
     "vocabulary": (256, 1024, 4096, 16384),
-}
+}  # fmt: skip
 LAYERS = 4
 
 
@@ -74,14 +71,11 @@ def config_of(size: dict[str, int]) -> ModelConfig:
 
 def sampling(size: dict[str, int]) -> Callable[[], Any]:
     """Our engine in fp32, with its weights and cache: completions of half of each row's tokens."""
-    resolved = resolve(PrecisionPolicy.parse("fp32"), "cpu")
-    prompt, slots = size["length"] // 2, {"slots": size["rows"], "max_length": size["length"]}
-    engine = NativeEngine(config_of(size), rollout_kernels(resolved), kv_format=resolved.kv_cache.active, **slots)
+    prompt = size["length"] // 2
     model = Decoder(config_of(size)).initialize(torch.Generator().manual_seed(0))
-    engine.sync(dict(model.state_dict()), 0)
-    requests = [Request(tuple((i + j) % size["vocabulary"] for j in range(prompt)), i, 1) for i in range(size["rows"])]
-    params = SamplingParams(max_tokens=size["length"] - prompt)
-    return lambda: engine.generate(requests, params, 0)
+    engine, _ = engine_of(model, "fp32", size["rows"], size["length"], prove=False)
+    run = ours(engine, [[(i + j) % size["vocabulary"] for j in range(prompt)] for i in range(size["rows"])])
+    return lambda: run(size["length"] - prompt)
 
 
 def training(size: dict[str, int]) -> Callable[[], Any]:

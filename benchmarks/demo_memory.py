@@ -30,11 +30,8 @@ def peak_bytes(threads: int) -> int:
         overrides.append("rollout.engine=native")  # as in the rows that there are: the recipe's own is emulated
         subprocess.run(
             [sys.executable, "-P", "-m", "mantissa", "train", str(RECIPE), *overrides],
-            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            check=True,
-        )
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)}, cwd=ROOT, stdout=subprocess.DEVNULL, check=True,
+        )  # fmt: skip
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
 
 

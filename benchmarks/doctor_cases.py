@@ -25,18 +25,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from doctor_faults import FAULTS, Bench, Draw, Dumped, Fault, Kept, Pool
-from doctor_mistakes import Case, adapter, by_weights, cases, engine_cases, noisier
-from doctor_strangers import HELD_OUT, MIXTURES, TUNED, Array, Family, Rolled, dump, plain, roll, scores, swapped
+from doctor_mistakes import Case, adapter, at_temperature, cases, engine_cases, more_arrays, noisier, of_arrays
+from doctor_ours import Ours
+from doctor_strangers import HELD_OUT, MIXTURES, TUNED, Array, Family, Rolled, dump, swapped
 from runner import Row, Rows, case
 
-from mantissa.bench.gap import read_prompts
 from mantissa.doctor.diagnosis import Diagnosis, Verdict
 from mantissa.doctor.dump import Dump, Scored, Settings
 from mantissa.doctor.examine import examine
 from mantissa.doctor.runs import read_run
-from mantissa.precision.formats import FORMATS
-from mantissa.rl.policy import open_policy, policy_folder
 
 HEALTHY = "healthy"
 
@@ -91,7 +88,7 @@ def answers(every: Sequence[Case], model: str, experts: bool | None, sides: Sequ
             seconds, size = time.perf_counter() - started, float(found.figures["u_rms"])
             healthy = size if (one.name, side) == (HEALTHY, "learner") else healthy
             yield {"family": plain_name(family), "model": family, "held_out": plain_name(family) not in TUNED,
-                   "format": model.split(":")[1], "kind": one.name, "side": side, "experts": experts,
+                   "format": model.rpartition(":")[2], "kind": one.name, "side": side, "experts": experts,
                    "right": list(one.right), "named": list(names_of(found)), "verdict": found.verdict.value,
                    "outcome": outcome(one.right, found, healthy, size), "u_rms": size, "sequences": len(sequences),
                    "seconds": round(seconds, 2), "headline": found.headline[:240]}  # fmt: skip
@@ -99,7 +96,7 @@ def answers(every: Sequence[Case], model: str, experts: bool | None, sides: Sequ
 
 def parsed(model: str) -> tuple[str, tuple[str, str]]:
     """The family, and the formats of rollout and learner."""
-    family, _, name = model.partition(":")
+    family, _, name = model.rpartition(":")
     rolled, _, scored = name.partition("/")
     return family, (rolled, scored or rolled)
 
@@ -246,9 +243,9 @@ def drawn(family: str, number: int) -> Drawn:
 
 def healthy_dump(how: Drawn) -> list[Scored]:
     family = Family(how.family, how.formats[0], *how.size)
-    rolled = roll(family, how.temperature)
+    rolled = family.roll(how.temperature)
     other = family if how.formats[0] == how.formats[1] else Family(how.family, how.formats[1], *how.size)
-    return dump(rolled, scores(other, rolled, {"": lambda z, t, b: plain(z / how.temperature, t, b)})[""])
+    return dump(rolled, other.scores(rolled, {"": at_temperature(how.temperature)})[""])
 
 
 @case("doctor_held_out", families=["llama"], dumps=1)
@@ -288,7 +285,7 @@ def larger(family: Family, rolled: Rolled, base: float, kind: str, asked: float)
     """Log-probs of weights that are off by as much as makes the size ``asked`` times ``base``, in four steps."""
     change, strength, best = (noisier, adapter)[kind == "adapter"], 0.003, None
     for _ in range(4):
-        found = by_weights(family, rolled, change(strength))
+        found = family.under(rolled, change(strength))
         times = size_of(rolled.logps, found) / base
         if best is None or abs(np.log(times / asked)) < abs(np.log(best[0] / asked)):
             best = times, found
@@ -339,8 +336,8 @@ def doctor_partial(models: Sequence[str] = ("mistral:bf16", "stablelm:bf16", "ex
     for model in models:
         name, (rolled_in, _) = parsed(model)
         family = Family(name, rolled_in, 0, sequences // 4, 4, tokens)
-        rolled = roll(family)
-        healthy = scores(family, rolled, {"": plain})[""]
+        rolled = family.roll()
+        healthy = family.plain(rolled)
         base = size_of(rolled.logps, healthy)
         others = [("", 1.0, healthy), *((*how, larger(family, rolled, base, *how)) for how in FACTORS)]
         for size in (each for each in SIZES if each[0] <= sequences and each[1] <= tokens):
@@ -355,113 +352,43 @@ def doctor_partial(models: Sequence[str] = ("mistral:bf16", "stablelm:bf16", "ex
 # our own policies and finished runs
 
 
-def name_of(diagnosis: Diagnosis) -> str:
-    """What the doctor calls a dump, in one word."""
-    if diagnosis.fault is not None:
-        return diagnosis.fault.name
-    return HEALTHY if diagnosis.verdict is Verdict.HEALTHY else "unknown"
-
-
-def trials_of(dumped: Dumped, how: Settings, count: int, draw: Draw) -> Iterator[Diagnosis]:
-    """Diagnoses of random halves of the prompts."""
-    groups = sorted({each.group for each in dumped if each.group is not None})
-    for _ in range(count):
-        half = set(draw.choice(groups, len(groups) // 2, replace=False).tolist())
-        yield diagnosed([each for each in dumped if each.group in half], how)
-
-
-def effect_of(diagnosis: Diagnosis, name: str) -> tuple[float, float | None, str]:
-    """A signature's effect, what it calls detectable, and their unit; infinite where it was not tested."""
-    found = next((finding for finding in diagnosis.findings if finding.name == name), None)
-    if found is None:  # what is said of a gap that nothing explains is no test of its own
-        return 0.0, np.inf, ""
-    return (abs(found.effect), found.detectable, found.unit) if found.tested else (0.0, np.inf, found.unit)
-
-
-def judged(pool: Pool, kind: tuple[str, Fault | None, float], how: Settings, count: int, seed: int) -> Row:
-    """One kind at one strength: the names given, and whether it is within the stated power."""
-    name, fault, strength = kind
-    draw, started = np.random.default_rng(seed), time.perf_counter()
-    dumped = pool.healthy() if fault is None else fault.make(pool, strength, draw)
-    given = [name_of(each) for each in trials_of(dumped, how, count, draw)]
-    right = [HEALTHY] if fault is None else [*fault.names, *(["unknown"] if fault.undecided else [])]
-    within = fault is None or _within(pool, fault, dumped, how, draw)
-    return {"kind": name, "strength": strength, "names": list(fault.names) if fault else [HEALTHY],
-            "given": {each: given.count(each) for each in sorted(set(given))}, "trials": count,
-            "right": 0 if within is None else sum(map(given.count, right)), "within": bool(within),
-            "seconds": round(time.perf_counter() - started, 1)}  # fmt: skip
-
-
-def _within(pool: Pool, fault: Fault, dumped: Dumped, how: Settings, draw: Draw) -> bool | None:
-    """Whether its effect is one that the doctor says it would find; None where the draw put nothing in."""
-    sides = [[np.concatenate([getattr(s, side) for s in d]) for d in (dumped, pool.healthy())]
-             for side in ("rollout_logp", "learner_logp")]  # fmt: skip
-    if all(len(a) == len(b) and np.array_equal(a, b, equal_nan=True) for a, b in sides) and "stale" not in fault.names:
-        return None
-    whole, within = diagnosed(dumped, how), False
-    for name in fault.names:
-        effect, _, unit = effect_of(whole, name)
-        reach = [effect_of(each, name)[1:] for each in trials_of(pool.healthy(), how, 3, draw)]
-        if name == "nondeterministic" or any(each != unit for _, each in reach):
-            # what it compares is there in the faulty dump alone
-            reach = [effect_of(each, name)[1:] for each in trials_of(dumped, how, 3, draw)]
-        within |= all(each is None or effect >= each for each, _ in reach)
-    return within
-
-
-def prompts_of(tokenizer: Any, chat: bool, count: int) -> list[list[int]]:
-    """Chat prompts of the gap command, or digits as the demo's task asks."""
-    if chat:
-        return [tokenizer.encode_prompt([{"role": "user", "content": text}]) for text in read_prompts(None)[:count]]
-    draw = np.random.default_rng(0)
-    lines = ["".join(map(str, draw.integers(0, 10, int(draw.integers(8, 17))))) + "=" for _ in range(count)]
-    return [tokenizer.encode_prompt(line) for line in lines]
-
-
-@case(formats=["fp16"], prompts=4, samples=2, max_tokens=6, trials=2, only="rows")
+@case(formats=["fp16"], prompts=4, samples=2, max_tokens=6, only="rows")
 def doctor_confusion(
-    model: Sequence[str], runs: bool = False, shared: bool = False, formats: Sequence[str] = ("bf16", "fp16"),
-    prompts: int = 64, samples: int = 8, max_tokens: int = 24, trials: int = 10, only: str = "",
+    model: Sequence[str], runs: bool = False, formats: Sequence[str] = ("bf16", "fp16"), prompts: int = 64,
+    samples: int = 8, max_tokens: int = 24, only: str = "",
 ) -> Rows:  # fmt: skip
     """How often the doctor is right: faults of known kind in real rollouts, the doctor blind, and a confusion matrix.
 
-    MODEL: policies, each with every kind of fault of ``doctor_faults.py`` (``--shared``: those that need no samples of
-    their own; ``--only``: parts of kinds' names, with commas); or, with ``--runs``, finished runs. A trial is a random
-    half of the prompts of a pool, so trials of one pool are not independent. A fault counts as within the stated power
-    where its effect on the whole pool is at least what the doctor says, of healthy trials of the same size, that it
-    would find with probability 0.95.
+    MODEL: policies, sampled by our engine and scored by the learner's kernels, with every mistake of
+    ``doctor_mistakes.py`` that does not want a model of transformers (``--only``: parts of names, with commas); or,
+    with ``--runs``, finished runs, whose newest steps together get those of arrays.
     """
     torch.manual_seed(0)
-    wanted = [(kind, fault, strength) for kind, fault in FAULTS.items() for strength in fault.strengths
-              if any(part in kind for part in only.split(","))]  # fmt: skip
+
+    def wanted(name: str) -> bool:
+        return any(part in name for part in only.split(","))
+
     for source in model:
-        head = {"metric": "names", "source": source}
         if runs:
-            yield from (head | row for row in of_run(Path(source), wanted, trials))
-            continue
-        for name in formats:
-            policy, tokenizer = open_policy(policy_folder(source), None, 0)
-            asked = prompts_of(tokenizer, bool(tokenizer.backend.chat_template), prompts)
-            pool = Pool(Bench(policy, asked, tokenizer.eos_ids, max_tokens, FORMATS[name], samples))
-            kinds = [(HEALTHY, None, 0.0), *(each for each in wanted if not (shared and each[1].rolls))]
-            for seed, kind in enumerate(kinds):
-                about = {"format": name, "prompts": len(asked) // 2, "samples": samples}
-                yield head | about | judged(pool, kind, settings(1.0, (name, name)), trials, seed)
+            every, formats = of_run(Path(source), wanted)
+        for fmt in formats:
+            if not runs:
+                every = list(cases(Ours(source, fmt, prompts, samples, max_tokens), wanted, more=True))
+            for row in answers(every, f"{source}:{fmt}", None, ("learner", "rollout")):
+                yield {"metric": "names", "source": source} | row
 
 
-def of_run(path: Path, wanted: Sequence[tuple[str, Fault, float]], trials: int) -> Iterator[Row]:
-    """Every three steps of a finished run are a healthy dump; and faults of arrays in its newest steps together."""
+def of_run(path: Path, wanted: Callable[[str], bool]) -> tuple[list[Case], list[str]]:
+    """Every three steps of a finished run are a healthy dump; and faults of arrays in its newest steps together. With
+    its formats, of rollout and learner."""
     whole = read_run(path)
-    step_of = [-1 if each.group is None else each.group // 1_000_000 for each in whole.sequences]
-    given = []
-    for step in sorted({step for step in step_of if step >= 0})[2:]:  # a step of eight prompts is too few to tell
-        part = [each for each, at in zip(whole.sequences, step_of, strict=True) if step - 2 <= at <= step]
-        given.append(name_of(examine(Dump("mantissa", path, part, whole.settings))))
-    names = {each: given.count(each) for each in sorted(set(given))}
-    head = {"format": whole.settings.rollout_format}
-    yield head | {"names": [HEALTHY], "kind": "healthy, three steps of a run", "strength": 0.0, "given": names,
-                  "trials": len(given), "right": given.count(HEALTHY), "within": True}  # fmt: skip
-    pool = Kept(list(whole.sequences))
-    for kind in (each for each in wanted if each[1].arrays):
-        seed = list(FAULTS).index(kind[0])
-        yield head | judged(pool, kind, whole.settings, trials, seed)
+    rows, how, temperature = list(whole.sequences), whole.settings, whole.settings.temperature or 1.0
+    step_of = [-1 if each.group is None else each.group // 1_000_000 for each in rows]
+    parts = [
+        [each for each, at in zip(rows, step_of, strict=True) if step - 2 <= at <= step]
+        for step in sorted({step for step in step_of if step >= 0})[2:]
+    ]  # one step is too few to tell
+    every = [Case(HEALTHY, (), part, temperature) for part in (rows, *parts)]
+    every += [Case(each.name, each.right, each.make(), temperature) for each in (*of_arrays(rows), *more_arrays(rows))
+              if wanted(each.name)]  # fmt: skip
+    return every, [f"{how.rollout_format}/{how.learner_format}"]

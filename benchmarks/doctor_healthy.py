@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -175,7 +174,7 @@ def _by_llama_cpp(engine: Any, group: int, prompt: list[int], draw: np.random.Ge
 
 def score(folder: Path, trials: int, only: str, learners: Sequence[str]) -> Rows:
     """A row for each dump and format of the learner."""
-    from doctor_strangers import DTYPES, Rolled, plain, scores
+    from doctor_strangers import DTYPES, Family, Rolled
     from transformers import AutoModelForCausalLM
 
     dumps = {path: [json.loads(line) for line in path.read_text().splitlines()]
@@ -192,7 +191,7 @@ def score(folder: Path, trials: int, only: str, learners: Sequence[str]) -> Rows
                 continue  # verl's newer trainer hands over no prompts
             parts = [[row["tokens"][:at] for row, at in zip(rows, cuts, strict=True)],
                      [row["tokens"][at:] for row, at in zip(rows, cuts, strict=True)]]  # fmt: skip
-            scored = scores(SimpleNamespace(model=model), Rolled(*parts, [], []), {"": plain}, rows=8)[""]
+            scored = Family("", learner, model=model).plain(Rolled(*parts, [], []), rows=8)
             yield _judged(folder, path, rows, scored, learner, trials)
 
 

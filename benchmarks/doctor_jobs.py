@@ -71,11 +71,8 @@ def doctor_jobs(folder: Path, when: str = "first", steps: int = 40, more: int = 
     if not again:
         words = [str(PYTHON), str(HERE / "doctor_jobs_trl.py"), str(folder), "--steps", str(steps), "--more", str(more)]
         environment = {
-            "PATH": "/usr/bin:/bin",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONWARNINGS": "ignore",
-            "OMP_NUM_THREADS": "1",
-        }
+            "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
         subprocess.run(words, env=environment, check=True)
     ends = json.loads((folder / "ends.json").read_text())
     for name in EXPECTED:

@@ -52,21 +52,18 @@ def raise_rate(trainer: trl.GRPOTrainer) -> None:
 
 
 JOBS: dict[str, Job] = {
-    **{f"healthy-{seed}": Job({"seed": seed}) for seed in (1, 2, 3)},
-    "healthy-bf16": Job({"seed": 4, "bf16": True}),
+    **{f"healthy-{seed}": Job({"seed": seed}) for seed in (1, 2, 3)}, "healthy-bf16": Job({"seed": 4, "bf16": True}),
     "healthy-kl": Job({"seed": 5, "beta": 0.04}),
     "healthy-two-updates": Job({"seed": 6, "num_iterations": 2, "loss_type": "dr_grpo"}),
     "healthy-cooler": Job({"seed": 7, "temperature": 0.8, "num_generations": 4}),
     "healthy-random-policy": Job({"seed": 8, "max_completion_length": 6}, trained=False),
-    "constant-reward": Job({"seed": 9}, break_reward),
-    "no-temperature": Job({"seed": 10, "temperature": 1e-4}),
-    "rate-times-1000": Job({"seed": 11}, raise_rate),
-    "corrupted-layer": Job({"seed": 12}, corrupt_layer),
+    "constant-reward": Job({"seed": 9}, break_reward), "no-temperature": Job({"seed": 10, "temperature": 1e-4}),
+    "rate-times-1000": Job({"seed": 11}, raise_rate), "corrupted-layer": Job({"seed": 12}, corrupt_layer),
     "fp16-weights": Job({"seed": 13}, dtype=torch.float16),
     "clip-range-tiny": Job({"seed": 14, "epsilon": 1e-5, "num_iterations": 4}),
     "all-truncated": Job({"seed": 15, "max_completion_length": 1}),
     "kl-explodes": Job({"seed": 16, "beta": 0.04, "learning_rate": 3e-2}),
-}
+}  # fmt: skip
 
 
 def tokenizer() -> Any:

@@ -1,9 +1,10 @@
 """Dumps by other hands: rollouts and scores of transformers' models, healthy or with one mistake of known kind.
 
-Nothing here is computed by Mantissa's decoder, kernels or engine. A ``Family`` is a transformers model: small ones of
-some thirty classes, of one size or of a larger one (``@2``), random or trained for half a minute (``+text``) on this
-project's own pages, and the real SmolLM2-135M. The rollout samples token by token with a cache from left-padded
-prompts; the learner scores whole right-padded sequences: so a healthy gap is the one that transformers has with itself.
+Nothing here is computed by Mantissa's decoder, kernels or engine (``doctor_ours.py`` has those). A ``Family`` is a
+transformers model: small ones of some thirty classes, of one size or of a larger one (``@2``), random or trained for
+half a minute (``+text``) on this project's own pages, and the real SmolLM2-135M. The rollout samples token by token
+with a cache from left-padded prompts; the learner scores whole right-padded sequences: so a healthy gap is the one
+that transformers has with itself.
 The mistakes are in ``doctor_mistakes.py``.
 
 ``TUNED``: families on which thresholds may be chosen, and which have been looked at. ``HELD_OUT``: those on which
@@ -12,9 +13,10 @@ nobody may look before an expectation is committed. The doctor does not import t
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ HELD_OUT = ("phi", "apertus", "olmo3", "doge", "gpt-bigcode", "jais2", "nanochat
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Array = np.ndarray
 Law = Callable[[Tensor, int], Tensor]
+Change = Callable[[str, Tensor], Tensor | None]  # a parameter's name and its value: another one, or None
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]  # (logits N,V in fp32; tokens N; their sequence's tokens N,T) -> N
 
 
@@ -52,8 +55,17 @@ _LARGER: dict[str, Any] = {
 _MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
+_PLAIN = {  # name and class of those that want nothing else, and of those that want only the size of a head
+    "":
+        "llama:Llama mistral:Mistral falcon:Falcon opt:OPT stablelm:StableLm nemotron:Nemotron exaone4:Exaone4 "
+        "smollm3:SmolLM3 cohere2:Cohere2 persimmon:Persimmon arcee:Arcee olmo:Olmo cohere:Cohere apertus:Apertus "
+        "doge:Doge jais2:Jais2 nanochat:NanoChat diffllama:DiffLlama hyperclovax:HyperCLOVAX bitnet:BitNet "
+        "granite-swa:GraniteSWA bloom:Bloom",
+    "head_dim":
+        "glm:Glm helium:Helium gemma:Gemma seed-oss:SeedOss glm4:Glm4 ernie:Ernie4_5 hunyuan:HunYuanDenseV1 "
+        "ministral3:Ministral3 cwm:Cwm ministral:Ministral",
+}  # fmt: skip
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
     "qwen2": ("Qwen2", {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4,
                         "tie_word_embeddings": True}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_hidden_layers": 2, "num_key_value_heads": 3}),
@@ -67,24 +79,10 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox": ("GPTNeoX", {"num_hidden_layers": 4, "intermediate_size": 384}),
     "starcoder2": ("Starcoder2", {"num_hidden_layers": 4, "intermediate_size": 320}),
     "qwen2-moe": ("Qwen2Moe", _MOE | {"shared_expert_intermediate_size": 96}),
-    "mistral": ("Mistral", {}),
-    "falcon": ("Falcon", {}),
-    "opt": ("OPT", {}),
     "gptj": ("GPTJ", {"n_positions": 512, "rotary_dim": 8}),
-    "stablelm": ("StableLm", {}),
-    "glm": ("Glm", {"head_dim": 16}),
-    "nemotron": ("Nemotron", {}),
-    "exaone4": ("Exaone4", {}),
-    "smollm3": ("SmolLM3", {}),
     "granitemoe": ("GraniteMoe", _LOCAL),
     "deepseek3": ("DeepseekV3", _ROUTED | {"n_group": 2, "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 32,
                                            "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}),
-    "cohere2": ("Cohere2", {}),
-    "helium": ("Helium", {"head_dim": 16}),
-    "persimmon": ("Persimmon", {}),
-    "gemma": ("Gemma", {"head_dim": 16}),
-    "arcee": ("Arcee", {}),
-    "seed-oss": ("SeedOss", {"head_dim": 16}),
     "phimoe": ("Phimoe", _LOCAL),
     "gpt-oss": ("GptOss", _LOCAL | {"head_dim": 16}),
     "glm4-moe": ("Glm4Moe", _ROUTED | {"head_dim": 16}),
@@ -93,27 +91,10 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan-moe": ("HunYuanMoEV1", {"num_experts": 8, "moe_topk": 2, "head_dim": 16}),
     "jetmoe": ("JetMoe", _LOCAL | {"kv_channels": 16, "activation_function": "silu"}),
     "granitemoe-shared": ("GraniteMoeShared", _LOCAL | {"shared_intermediate_size": 96}),
-    "glm4": ("Glm4", {"head_dim": 16}),
-    "olmo": ("Olmo", {}),
-    "cohere": ("Cohere", {}),
-    "ernie": ("Ernie4_5", {"head_dim": 16}),
-    "hunyuan": ("HunYuanDenseV1", {"head_dim": 16}),
     "phi": ("Phi", {"num_key_value_heads": 6}),
-    "apertus": ("Apertus", {}),
     "olmo3": ("Olmo3", {"num_key_value_heads": 6}),
-    "doge": ("Doge", {}),
     "gpt-bigcode": ("GPTBigCode", {"n_positions": 512}),
-    "jais2": ("Jais2", {}),
-    "nanochat": ("NanoChat", {}),
-    "ministral3": ("Ministral3", {"head_dim": 16}),
-    "cwm": ("Cwm", {"head_dim": 16}),
-    "diffllama": ("DiffLlama", {}),
-    "hyperclovax": ("HyperCLOVAX", {}),
-    "bitnet": ("BitNet", {}),
-    "ministral": ("Ministral", {"head_dim": 16}),
-    "granite-swa": ("GraniteSWA", {}),
     "mpt": ("Mpt", {"n_heads": 6, "n_layers": 3, "d_model": 96}),
-    "bloom": ("Bloom", {}),
     "minimax-m2": ("MiniMaxM2", _LOCAL | {"head_dim": 16, "rotary_dim": 8}),
     "exaone-moe": ("ExaoneMoe", _MOE | {"n_group": 1, "topk_group": 1}),
     "afmoe": ("Afmoe", _MOE | {"head_dim": 16}),
@@ -122,6 +103,9 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "hyv3": ("HYV3", _MOE | {"head_dim": 16}),
     "aria": ("AriaText", {"moe_num_experts": 8, "moe_topk": 2}),
     "mellum": ("Mellum", _MOE | {"head_dim": 16}),
+} | {
+    name: (kind, {what: 16} if what else {})
+    for what, words in _PLAIN.items() for name, kind in (each.split(":") for each in words.split())
 }  # fmt: skip
 
 
@@ -203,9 +187,59 @@ def _smollm2() -> Any:
     return model.eval()
 
 
+@dataclass(frozen=True)
+class Rolled:
+    """Prompts, responses and the rollout's log-probs of each sequence, and each one's prompt number."""
+
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    logps: list[Array]
+    groups: list[int]
+
+
+class Policy:
+    """What both sides of a dump are of: a ``model`` that samples (``roll``) and scores (``scores``)."""
+
+    model: Any
+    format: str
+    seed: int
+    samples: int
+
+    def roll(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, **how: Any) -> Rolled:
+        """Samples of every prompt, with log-probs of the law that they are drawn from."""
+        raise NotImplementedError
+
+    def scores(self, rolled: Rolled, heads: Mapping[str, Head], **how: Any) -> dict[str, list[Array]]:
+        """Each head's log-probs of every response. ``how``: ``prompts`` in place of the rolled ones; ``dropout``: a
+        rate."""
+        raise NotImplementedError
+
+    def plain(self, rolled: Rolled, **how: Any) -> list[Array]:
+        return self.scores(rolled, {"": plain}, **how)[""]
+
+    @contextlib.contextmanager
+    def changed(self, change: Change) -> Iterator[None]:
+        """Every parameter that ``change`` gives another value has it here."""
+        kept = {}
+        for name, weight in self.model.named_parameters():
+            made = change(name, weight.detach().float())
+            if made is not None:
+                kept[name], weight.data = weight.data, made.to(weight.dtype)
+        try:
+            yield
+        finally:
+            for name, weight in self.model.named_parameters():
+                weight.data = kept.get(name, weight.data)
+
+    def under(self, rolled: Rolled, change: Change) -> list[Array]:
+        """Log-probs of other weights."""
+        with self.changed(change):
+            return self.plain(rolled)
+
+
 @dataclass
-class Family:
-    """One model in one format, and prompts for it. ``length``: tokens of a response at most."""
+class Family(Policy):
+    """One model of transformers in one format, and prompts for it. ``length``: tokens of a response at most."""
 
     name: str
     format: str
@@ -213,12 +247,13 @@ class Family:
     prompts: int = 32
     samples: int = 4
     length: int = 48
-    model: Any = field(init=False)
+    model: Any = None
 
     def __post_init__(self) -> None:
-        torch.manual_seed(1000 + self.seed)
-        model = _smollm2() if self.name == "smollm2" else _small(self.name)
-        self.model = model.to(DTYPES[self.format])
+        if self.model is None:
+            torch.manual_seed(1000 + self.seed)
+            model = _smollm2() if self.name == "smollm2" else _small(self.name)
+            self.model = model.to(DTYPES[self.format])
 
     def texts(self) -> list[list[int]]:
         """Prompts of 6 to 40 tokens, random or from the pages; chat prompts for the real model."""
@@ -235,59 +270,97 @@ class Family:
             return [[1, *text[start : start + count].tolist()] for start, count in cuts]
         return [[1, *draw.integers(3, words, int(draw.integers(5, 40))).tolist()] for _ in range(self.prompts)]
 
+    def roll(
+        self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, *,
+        cache_format: torch.dtype | None = None, whole: bool = False, law: Law | None = None, end: int = 2,
+    ) -> Rolled:  # fmt: skip
+        """Sample by a decode loop with a cache; log-probs are of the law that was sampled from.
 
-# both sides
+        ``cache_format``: what keys and values are rounded to, scaled to their largest. ``whole``: log-probs are of the
+        whole law, while top-k and top-p cut what is drawn. ``law``: what makes other logits of B,V logits, after so
+        many tokens. ``end``: the token that ends a sequence.
+        """
+        from transformers import DynamicCache
 
+        draw = torch.Generator().manual_seed(77 + 13 * self.seed + seed)
+        prompts = [prompt for prompt in self.texts() for _ in range(self.samples)]
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+        position = (mask.cumsum(1) - 1).clamp(min=0)
+        cache = DynamicCache() if cache_format is None else _rounding_cache(cache_format)
+        tokens, logps, stop = [], [], torch.zeros(len(prompts), dtype=torch.long) + self.length
+        if self.name != "smollm2":
+            stop = torch.randint(self.length // 2, self.length + 1, stop.shape, generator=draw)
+        with torch.no_grad():
+            for at in range(self.length):
+                out = self.model(ids, attention_mask=mask, position_ids=position, past_key_values=cache,
+                                   logits_to_keep=1)  # fmt: skip
+                logits = out.logits[:, -1].float() / temperature
+                logits = logits if law is None else law(logits, at)
+                drawn = torch.log_softmax(cut(logits, top_k, top_p), -1)
+                token = torch.multinomial(drawn.exp(), 1, generator=draw)
+                tokens.append(token)
+                logps.append((torch.log_softmax(logits, -1) if whole else drawn).gather(1, token))
+                ended = (token[:, 0] == end) & (stop == self.length)
+                stop = torch.where(ended, at + 1, stop)
+                ids, position = token, position[:, -1:] + 1
+                mask = torch.cat([mask, torch.ones_like(token)], 1)
+        responses = [row[: int(n)].tolist() for row, n in zip(torch.cat(tokens, 1), stop, strict=True)]
+        found = [row[: int(n)].double().numpy() for row, n in zip(torch.cat(logps, 1), stop, strict=True)]
+        return Rolled(prompts, responses, found, [n // self.samples for n in range(len(prompts))])
 
-@dataclass(frozen=True)
-class Rolled:
-    """Prompts, responses and the rollout's log-probs of each sequence, and each one's prompt number."""
+    def scores(self, rolled: Rolled, heads: Mapping[str, Head], rows: int = 16, **how: Any) -> dict[str, list[Array]]:
+        """As ``Policy``'s. ``left``: prompts padded on the left without a mask; ``move``: added to the positions of
+        responses."""
+        with self._dropping(how.get("dropout", 0.0)):
+            return self._scores(rolled, heads, rows, how)
 
-    prompts: list[list[int]]
-    responses: list[list[int]]
-    logps: list[Array]
-    groups: list[int]
+    @contextlib.contextmanager
+    def _dropping(self, rate: float) -> Iterator[None]:
+        """Dropout after every down projection of attention and of the feed-forward layers."""
 
+        def drop(module: Any, inputs: Any, out: Any) -> Any:
+            if isinstance(out, tuple):
+                return (torch.nn.functional.dropout(out[0], rate), *out[1:])
+            return torch.nn.functional.dropout(out, rate)
 
-def roll(
-    family: Family, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, *,
-    cache_format: torch.dtype | None = None, whole: bool = False, law: Law | None = None, end: int = 2,
-) -> Rolled:  # fmt: skip
-    """Sample by a decode loop with a cache; log-probs are of the law that was sampled from.
+        if rate:
+            torch.manual_seed(4)
+        hooks = [m.register_forward_hook(drop) for n, m in self.model.named_modules()
+                 if rate and n.endswith(("self_attn", "mlp", "block_sparse_moe", "attention"))]  # fmt: skip
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
-    ``cache_format``: what keys and values are rounded to, scaled to their largest. ``whole``: log-probs are of the
-    whole law, while top-k and top-p cut what is drawn. ``law``: what makes other logits of B,V logits, after so many
-    tokens. ``end``: the token that ends a sequence.
-    """
-    from transformers import DynamicCache
-
-    draw = torch.Generator().manual_seed(77 + 13 * family.seed + seed)
-    prompts = [prompt for prompt in family.texts() for _ in range(family.samples)]
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    position = (mask.cumsum(1) - 1).clamp(min=0)
-    cache = DynamicCache() if cache_format is None else _rounding_cache(cache_format)
-    tokens, logps, stop = [], [], torch.zeros(len(prompts), dtype=torch.long) + family.length
-    if family.name != "smollm2":
-        stop = torch.randint(family.length // 2, family.length + 1, stop.shape, generator=draw)
-    with torch.no_grad():
-        for at in range(family.length):
-            out = family.model(ids, attention_mask=mask, position_ids=position, past_key_values=cache,
-                               logits_to_keep=1)  # fmt: skip
-            logits = out.logits[:, -1].float() / temperature
-            logits = logits if law is None else law(logits, at)
-            drawn = torch.log_softmax(cut(logits, top_k, top_p), -1)
-            token = torch.multinomial(drawn.exp(), 1, generator=draw)
-            tokens.append(token)
-            logps.append((torch.log_softmax(logits, -1) if whole else drawn).gather(1, token))
-            ended = (token[:, 0] == end) & (stop == family.length)
-            stop = torch.where(ended, at + 1, stop)
-            ids, position = token, position[:, -1:] + 1
-            mask = torch.cat([mask, torch.ones_like(token)], 1)
-    responses = [row[: int(n)].tolist() for row, n in zip(torch.cat(tokens, 1), stop, strict=True)]
-    found = [row[: int(n)].double().numpy() for row, n in zip(torch.cat(logps, 1), stop, strict=True)]
-    return Rolled(prompts, responses, found, [n // family.samples for n in range(len(prompts))])
+    def _scores(
+        self, rolled: Rolled, heads: Mapping[str, Head], rows: int, how: Mapping[str, Any]
+    ) -> dict[str, list[Array]]:
+        prompts = how.get("prompts", rolled.prompts)
+        found: dict[str, list[Array]] = {name: [] for name in heads}
+        widest = max(map(len, prompts))
+        for start in range(0, len(prompts), rows):
+            part = [(p, r) for p, r in zip(prompts[start : start + rows], rolled.responses[start : start + rows],
+                                           strict=True)]  # fmt: skip
+            pads = [widest - len(p) if how.get("left") else 0 for p, _ in part]
+            width = max(pad + len(p) + len(r) for pad, (p, r) in zip(pads, part, strict=True))
+            ids = torch.tensor(
+                [[0] * w + p + r + [0] * (width - w - len(p) - len(r)) for w, (p, r) in zip(pads, part, strict=True)]
+            )
+            position = torch.arange(width).repeat(len(part), 1)
+            for row, (p, _) in enumerate(part):
+                position[row, len(p) :] += how.get("move", 0)
+            with torch.no_grad():
+                logits = self.model(ids, position_ids=position).logits
+            for row, (pad, (p, r)) in enumerate(zip(pads, part, strict=True)):
+                first = pad + len(p)
+                tokens = torch.tensor(r)
+                own = logits[row, first - 1 : first + len(r) - 1].float()
+                for name, head in heads.items():
+                    found[name].append(head(own, tokens, ids[row, pad : first + len(r)]).double().numpy())
+        return found
 
 
 def _rounding_cache(dtype: torch.dtype) -> Any:
@@ -318,36 +391,6 @@ def cut(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 def plain(logits: Tensor, tokens: Tensor, before: Tensor) -> Tensor:
     return torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0]
-
-
-def scores(
-    family: Family, rolled: Rolled, heads: dict[str, Head], rows: int = 16, **how: Any
-) -> dict[str, list[Array]]:
-    """Each head's log-probs of every response. ``how``: ``prompts`` in place of the rolled ones; ``left``:
-    prompts padded on the left without a mask; ``move``: added to the positions of responses."""
-    prompts = how.get("prompts", rolled.prompts)
-    found: dict[str, list[Array]] = {name: [] for name in heads}
-    widest = max(map(len, prompts))
-    for start in range(0, len(prompts), rows):
-        part = [(p, r) for p, r in zip(prompts[start : start + rows], rolled.responses[start : start + rows],
-                                       strict=True)]  # fmt: skip
-        pads = [widest - len(p) if how.get("left") else 0 for p, _ in part]
-        width = max(pad + len(p) + len(r) for pad, (p, r) in zip(pads, part, strict=True))
-        ids = torch.tensor(
-            [[0] * w + p + r + [0] * (width - w - len(p) - len(r)) for w, (p, r) in zip(pads, part, strict=True)]
-        )
-        position = torch.arange(width).repeat(len(part), 1)
-        for row, (p, _) in enumerate(part):
-            position[row, len(p) :] += how.get("move", 0)
-        with torch.no_grad():
-            logits = family.model(ids, position_ids=position).logits
-        for row, (pad, (p, r)) in enumerate(zip(pads, part, strict=True)):
-            first = pad + len(p)
-            tokens = torch.tensor(r)
-            own = logits[row, first - 1 : first + len(r) - 1].float()
-            for name, head in heads.items():
-                found[name].append(head(own, tokens, ids[row, pad : first + len(r)]).double().numpy())
-    return found
 
 
 def dump(rolled: Rolled, learner: Sequence[Array], rollout: Sequence[Array] | None = None) -> list[Scored]:

@@ -100,14 +100,9 @@ def measure(asked: Asked, model: Any, tokenizer: Any, fmt: str, head: str) -> It
     rollout = experience.rollout_logp_BR[experience.mask_BR].double()
     learner = scored(SimulatedKernels(own))
     about = {
-        "requested": fmt,
-        "active": fmt,
-        "model": Path(asked.model).name,
-        "engine": engine,
-        "head": head if asked.vllm else "",
-        "tokens": len(rollout),
-        "completions": len(experience.mask_BR),
-    }
+        "requested": fmt, "active": fmt, "model": Path(asked.model).name, "engine": engine,
+        "head": head if asked.vllm else "", "tokens": len(rollout), "completions": len(experience.mask_BR),
+    }  # fmt: skip
     yield about | {"metric": "gap", "switches": engine} | figures(learner - rollout)
     for name, emulation in hypotheses(shape.num_attention_heads, shape.intermediate_size).items():
         if asked.vllm and head == "fp32" and emulation.logits is not None:

@@ -70,12 +70,9 @@ class Stepper:
             self.plan = plan_exact(shapes, self.precision.learner, "cpu")
         self.kernels = learner_kernels(self.precision, self.plan)
         self.engine = NativeEngine(
-            config,
-            rollout_kernels(self.precision, self.plan),
-            kv_format=self.precision.kv_cache.active,
-            slots=rows,
+            config, rollout_kernels(self.precision, self.plan), kv_format=self.precision.kv_cache.active, slots=rows,
             max_length=length,
-        )
+        )  # fmt: skip
         self.optimizer = adamw(self.model, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
         for group in self.optimizer.param_groups:
             group["lr"] = 1e-4
@@ -130,17 +127,11 @@ def measure(models: Sequence[Decoder], sizes: Sizes, precision: str, rounds: int
             seconds = [taken[part] for taken in times[kind]]
             role = stepper.precision.learner
             about = {
-                "requested": precision,
-                "active": "fp8" if role.fp8 is not None else role.active.name,
-                "kernels": role.kernels,
-                "contender": kind,
-                "case": part,
-                "hidden": models[0].config.hidden_size,
-                "tokens": sizes.prompts * sizes.samples * sizes.new_tokens,
-                "rounds": rounds,
-                "compared": stepper.compared,
-                "different": stepper.different,
-            }
+                "requested": precision, "active": "fp8" if role.fp8 is not None else role.active.name,
+                "kernels": role.kernels, "contender": kind, "case": part, "hidden": models[0].config.hidden_size,
+                "tokens": sizes.prompts * sizes.samples * sizes.new_tokens, "rounds": rounds,
+                "compared": stepper.compared, "different": stepper.different,
+            }  # fmt: skip
             rows.append(about | {"metric": "seconds", "unit": "s", **spread(seconds)})
             if kind == "exact":
                 ratios = [mine / other[part] for mine, other in zip(seconds, times[base], strict=True)]

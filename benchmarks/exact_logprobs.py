@@ -31,11 +31,9 @@ from mantissa.rollout import NativeEngine, Request, SamplingParams
 
 # slots, prompts, shortest and longest prompt, new tokens
 CASES = {
-    "short": (64, 64, 6, 24, 40),
-    "refilled": (16, 24, 30, 200, 40),
-    "long": (4, 4, 440, 472, 40),
+    "short": (64, 64, 6, 24, 40), "refilled": (16, 24, 30, 200, 40), "long": (4, 4, 440, 472, 40),
     "one": (1, 1, 16, 17, 40),
-}
+}  # fmt: skip
 LONGEST = 512
 LIBRARIES = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # what holds a library to older instructions
 HERE = Path(__file__).parent
@@ -80,12 +78,9 @@ def measure(given: str, formats: Sequence[str], scale: float, adapted: bool) -> 
         plan = exact_plan(precision, model, torch.device("cpu"), LONGEST, 16384)
         kernels = learner_kernels(precision, plan)
         engine = NativeEngine(
-            model.config,
-            rollout_kernels(precision, plan),
-            kv_format=precision.kv_cache.active,
-            slots=64,
+            model.config, rollout_kernels(precision, plan), kv_format=precision.kv_cache.active, slots=64,
             max_length=LONGEST,
-        )
+        )  # fmt: skip
         engine.sync(policy_weights(model), 1)
         compared = unequal = 0
         started = time.perf_counter()
@@ -95,18 +90,13 @@ def measure(given: str, formats: Sequence[str], scale: float, adapted: bool) -> 
                 more = different(model, kernels, pairs, tokens)
                 compared, unequal = compared + more[0], unequal + more[1]
         yield {
-            "requested": fmt,
-            "active": "fp8" if precision.learner.fp8 is not None else precision.learner.active.name,
-            "kernels": precision.learner.kernels,
-            "model": given,
-            "case": "lora" if adapted else "full",
+            "requested": fmt, "active": "fp8" if precision.learner.fp8 is not None else precision.learner.active.name,
+            "kernels": precision.learner.kernels, "model": given, "case": "lora" if adapted else "full",
             "capability": os.environ.get("ATEN_CPU_CAPABILITY", ""),
-            "libraries": {name: os.environ[name] for name in LIBRARIES if name in os.environ},
-            "compared": compared,
-            "different": unequal,
-            "plan": plan.lines() if plan else [],
+            "libraries": {name: os.environ[name] for name in LIBRARIES if name in os.environ}, "compared": compared,
+            "different": unequal, "plan": plan.lines() if plan else [],
             "seconds": round(time.perf_counter() - started, 1),
-        }
+        }  # fmt: skip
 
 
 @case(formats=("fp32",), threads=(1,), capabilities=(), scale=0.05)

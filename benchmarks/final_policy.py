@@ -75,16 +75,9 @@ def final_policy(runs: Sequence[Path], problems: int = 256) -> Rows:
             first[start] = answers(values, start, problems)
         last = answers(values, str(path / "policy"), problems)
         yield {
-            "run": path.name,
-            "lab": path.parent.name,
-            "seed": values["seed"],
-            "steps": steps,
-            "problems": problems,
-            "samples": SAMPLES,
-            "accuracy_fp32": last.accuracy,
-            "greedy_fp32": last.greedy,
-            "distinct_fp32": last.distinct,
-            "solved_fp32": last.solved,
+            "run": path.name, "lab": path.parent.name, "seed": values["seed"], "steps": steps, "problems": problems,
+            "samples": SAMPLES, "accuracy_fp32": last.accuracy, "greedy_fp32": last.greedy,
+            "distinct_fp32": last.distinct, "solved_fp32": last.solved,
             "accuracy_fp32_at_start": first[start].accuracy if start else None,
             "distinct_fp32_at_start": first[start].distinct if start else None,
-        }
+        }  # fmt: skip

@@ -46,6 +46,8 @@ def tune(folder: Path) -> Rows:
 
 
 FIRST, LAST, GOAL = 10, 10, 0.95
+GAP = {"abs_logp_diff_mean": "abs_logp_diff_mean", "k3": "k3_kl", "seq_log_ratio_std": "seq_log_ratio_std",
+       "equal_fraction": "equal_fraction"}  # fmt: skip
 
 
 def mean(rows: list[Row], name: str) -> float:
@@ -71,26 +73,18 @@ def summary(path: Path) -> Row:
         "benchmark": f"{config['name']}_runs",
         "precision": "/".join(roles[role]["active"] for role in ("learner", "rollout")),
         "kernels": "/".join(roles[role]["kernels"] for role in ("learner", "rollout")),
-        "seed": config["seed"],
-        "steps": len(rows),
-        "warm_start_updates": warm[-1]["step"] if warm else 0,
-        "accuracy_first": rows[0]["reward/accuracy"],
-        f"accuracy_last_{last}": mean(end, "reward/accuracy"),
-        "first_step_at_0.95": reached,
-        "greedy_heldout": rows[-1]["eval/greedy_accuracy"],
-        "avg_heldout": rows[-1]["eval/avg_at_k"],
-        "stopped_first": 1 - rows[0]["length/truncated_fraction"],
+        "seed": config["seed"], "steps": len(rows), "warm_start_updates": warm[-1]["step"] if warm else 0,
+        "accuracy_first": rows[0]["reward/accuracy"], f"accuracy_last_{last}": mean(end, "reward/accuracy"),
+        "first_step_at_0.95": reached, "greedy_heldout": rows[-1]["eval/greedy_accuracy"],
+        "avg_heldout": rows[-1]["eval/avg_at_k"], "stopped_first": 1 - rows[0]["length/truncated_fraction"],
         "stopped_last": 1 - mean(end, "length/truncated_fraction"),
         "rl_seconds": sum(row["time/step"] for row in rows),
         "phase_seconds": {phase: median(found) for phase, found in seconds.items() if found},
         "overflows": sum(row["precision/overflows"] for row in rows),
-        "gap_abs_logp_diff_mean": mean(start, "gap/abs_logp_diff_mean"),
-        "gap_k3": mean(start, "gap/k3_kl"),
-        "gap_seq_log_ratio_std": mean(start, "gap/seq_log_ratio_std"),
-        "gap_equal_fraction": mean(start, "gap/equal_fraction"),
+        **{f"gap_{short}": mean(start, f"gap/{name}") for short, name in GAP.items()},
         "torch": where["versions"]["torch"],
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    } | place(where)
+    } | place(where)  # fmt: skip
 
 
 @case()

@@ -38,25 +38,14 @@ def worldmodel(folder: Path, seeds: int, executions: int) -> list[Row]:
         for precision in ("fp32", "fp16", "bf16"):
             made = partial(WorldModel, hidden_dim=64, precision=precision, seed=seed)
             scores = cross_validate(trajectories, made, folds=3, epochs=4, seed=seed)
-            found.append(
-                {
-                    "benchmark": "worldmodel",
-                    "requested": precision,
-                    "active": precision,
-                    "seed": seed,
-                    "trajectories": len(trajectories),
-                    "tasks": len({each.task for each in trajectories}),
-                    "success": sum(each.final_outcome == "success" for each in trajectories) / len(trajectories),
-                    "auroc": scores.model.auroc,
-                    "counting_auroc": scores.baseline.auroc,
-                    "gain": scores.gain.value,
-                    "gain_low": scores.gain.low,
-                    "gain_high": scores.gain.high,
-                    "brier": scores.model.brier,
-                    "ece": scores.model.ece,
-                    "overflow_rate": scores.overflow_rate,
-                }
-            )
+            found.append({
+                "benchmark": "worldmodel", "requested": precision, "active": precision, "seed": seed,
+                "trajectories": len(trajectories), "tasks": len({each.task for each in trajectories}),
+                "success": sum(each.final_outcome == "success" for each in trajectories) / len(trajectories),
+                "auroc": scores.model.auroc, "counting_auroc": scores.baseline.auroc, "gain": scores.gain.value,
+                "gain_low": scores.gain.low, "gain_high": scores.gain.high, "brier": scores.model.brier,
+                "ece": scores.model.ece, "overflow_rate": scores.overflow_rate,
+            })  # fmt: skip
     model = WorldModel(precision="fp32")
     questions = [({"metrics": {"overall_score": 0.4}}, "compare > -> <")] * 50
     for count in (1, 50):

@@ -198,11 +198,9 @@ def _fields(spread: Estimate) -> dict[str, float | None]:
 
 # What must hold of a 16-bit format against fp32: from, to; None is no bound.
 PROMISES: dict[str, tuple[float | None, float | None]] = {
-    "speed over fp32": (2.0, None),
-    "memory saved of fp32's": (0.4, None),
-    "held-out loss above fp32's": (None, 0.02),
+    "speed over fp32": (2.0, None), "memory saved of fp32's": (0.4, None), "held-out loss above fp32's": (None, 0.02),
     "steps lost to overflow": (None, 0.05),
-}
+}  # fmt: skip
 
 
 @case(sizes="1k", scenarios=("warmup",), repeats=1)
@@ -248,13 +246,9 @@ def promised(row: Row, fp32: Row) -> Iterator[Row]:
 # ---- the demo's recipe
 
 METRICS = {
-    "time/step": "s",
-    "time/update": "s",
-    "rate/rollout_tokens_per_s": "tokens/s",
-    "rate/learner_tokens_per_s": "tokens/s",
-    "gap/abs_logp_diff_mean": "nats",
-    "gap/k3_kl": "nats",
-}
+    "time/step": "s", "time/update": "s", "rate/rollout_tokens_per_s": "tokens/s",
+    "rate/learner_tokens_per_s": "tokens/s", "gap/abs_logp_diff_mean": "nats", "gap/k3_kl": "nats",
+}  # fmt: skip
 SHORT = ("rollout.prompts=4", "rollout.samples=2", "task.train_size=16", "task.warm_start_size=16",
          "task.reward=prefix", "task.max_digits=3", "task.min_digits=2", "evaluation=null", "trackers=[]")  # fmt: skip
 

@@ -17,15 +17,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from runner import Rows, case
+from runner import Row, Rows, among, case
 
 from mantissa.base.environ import CPU_FLAGS, CPU_MODEL
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-Row = dict[str, Any]
 _DUMP = [
     {"tokens": [5, 6, 7, 8], "prompt_length": 1}
     | {side: [-1.0, -0.5, -2.0 - i / 7] for side in ("rollout_logp", "learner_logp")}
@@ -144,16 +142,8 @@ def step(threads: int, rounds: int) -> Iterator[Finding]:
         made: list[Row] = []
         if there:
             words = (
-                "--threads",
-                str(threads),
-                "--rounds",
-                str(rounds),
-                "--warm-up",
-                "1",
-                "--precisions",
-                "fp32",
-                "bf16",
-            )
+                "--threads", str(threads), "--rounds", str(rounds), "--warm-up", "1", "--precisions", "fp32", "bf16",
+            )  # fmt: skip
             made = made_by("rl_step", *words, "--trl", "trl", "trl bf16", *more)
         for fmt in ("fp32", "bf16"):
             wanted = (row["value"] for row in made
@@ -194,10 +184,9 @@ PARTS: dict[str, Callable[[int, int], Iterator[Finding]]] = {
 @case(parts=("start", "simulated"), rounds=1)
 def here(parts: Sequence[str] = tuple(PARTS), threads: int = 2, rounds: int = 3) -> Rows:
     print(f"{CPU_MODEL}; {CPU_FLAGS}; load {os.getloadavg()[0]:.1f}", flush=True)
+    among(parts, PARTS)
     missed = 0
     for name in parts:
-        if name not in PARTS:
-            raise SystemExit(f"--parts {name}: expected some of {', '.join(PARTS)}")
         try:
             found = list(PARTS[name](threads, rounds))
         except (RuntimeError, OSError) as error:  # a part that fails does not stop the others

@@ -31,58 +31,38 @@ from workers import Worker, middle, saved, serve, turns
 PROMPT = 48
 # Name: whose, its dtype or precision, and the format of its logits.
 CONTENDERS: dict[str, tuple[str, str, str]] = {
-    "ours, fp32": ("ours", "fp32", "fp32"),
-    "ours, bf16": ("ours", "bf16", "fp32"),
-    "ours, bf16, logits too": ("ours", "bf16", "bf16"),
-    "ours, int8 on bf16": ("ours", "int8-rollout", "fp32"),
-    "ours, mxfp8 on bf16": ("ours", "mxfp8-rollout", "fp32"),
-    "transformers, fp32": ("transformers", "float32", "fp32"),
-    "transformers, bf16": ("transformers", "bfloat16", "bf16"),
-    "vLLM, fp32": ("vllm", "float32", "fp32"),
+    "ours, fp32": ("ours", "fp32", "fp32"), "ours, bf16": ("ours", "bf16", "fp32"),
+    "ours, bf16, logits too": ("ours", "bf16", "bf16"), "ours, int8 on bf16": ("ours", "int8-rollout", "fp32"),
+    "ours, mxfp8 on bf16": ("ours", "mxfp8-rollout", "fp32"), "transformers, fp32": ("transformers", "float32", "fp32"),
+    "transformers, bf16": ("transformers", "bfloat16", "bf16"), "vLLM, fp32": ("vllm", "float32", "fp32"),
     "vLLM, bf16": ("vllm", "bfloat16", "bf16"),
-}
+}  # fmt: skip
 Sample = Callable[[list[list[int]], int], int]  # prompts and new tokens of each: how many tokens came
 Made = tuple[Sample, str]  # and which kernels
 
 
-def ours(folder: Path, precision: str, logits: str, longest: int) -> Made:
+def mine(folder: Path, precision: str, logits: str, longest: int) -> Made:
+    from sampling import engine_of, ours  # here, so that each contender's memory has its own libraries
+
     from mantissa.base.environ import keep_freed_memory
-    from mantissa.kernels import probe, resolve, rollout_kernels
+    from mantissa.kernels import resolve
     from mantissa.model import load_model
     from mantissa.precision import PrecisionPolicy
-    from mantissa.rollout import NativeEngine, Request, SamplingParams
 
     keep_freed_memory()
-    resolved = resolve(PrecisionPolicy.parse({"preset": precision, "logits": logits}), "cpu")
-    kernels = rollout_kernels(resolved)
-    probe(kernels, "cpu")  # a row whose precision did not engage is refused
-    model = load_model(folder)
-    cache = resolved.kv_cache.active
-    engine = NativeEngine(model.config, kernels, kv_format=cache, slots=64, max_length=longest)
-    engine.sync(dict(model.state_dict()), 0)  # the masters go with ``model``: only what a rollout keeps is counted
-
-    def run(prompts: list[list[int]], new: int) -> int:
-        asked = [Request(tuple(prompt), i, 1) for i, prompt in enumerate(prompts)]
-        groups = engine.generate(asked, SamplingParams(max_tokens=new), 0)
-        return sum(len(completion.tokens) for group in groups for completion in group)
-
-    return run, f"{resolved.rollout.kernels} {resolved.rollout.name}"
+    policy = PrecisionPolicy.parse({"preset": precision, "logits": logits})
+    role = resolve(policy, "cpu").rollout
+    engine, _ = engine_of(load_model(folder), policy, 64, longest)  # the masters go: only what a rollout keeps counts
+    return lambda prompts, new: ours(engine, prompts)(new), f"{role.kernels} {role.name}"
 
 
 def hugging_face(folder: Path, dtype: str, _: str, longest: int) -> Made:
     import transformers
+    from sampling import theirs
 
     transformers.logging.set_verbosity_error()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-
-    def run(prompts: list[list[int]], new: int) -> int:
-        tokens = torch.tensor(prompts)
-        how: dict[str, Any] = {"do_sample": True, "top_k": 0, "eos_token_id": None, "pad_token_id": 0}
-        with torch.no_grad():
-            out = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, **how)
-        return int(out[:, PROMPT:].numel())
-
-    return run, dtype
+    return lambda prompts, new: theirs(model, prompts)(new), dtype
 
 
 def vllm(folder: Path, dtype: str, _: str, longest: int) -> Made:
@@ -101,7 +81,7 @@ def vllm(folder: Path, dtype: str, _: str, longest: int) -> Made:
     return run, dtype
 
 
-MAKERS = {"ours": ours, "transformers": hugging_face, "vllm": vllm}
+MAKERS = {"ours": mine, "transformers": hugging_face, "vllm": vllm}
 
 
 def resident() -> int:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from decode_pretrained import measure, native
 from runner import Row, Rows, case
+from sampling import measure, native
 from steps import decoder_config, interleaved, spread, training_step
 
 from mantissa.base.environ import keep_freed_memory

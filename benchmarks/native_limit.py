@@ -19,7 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from native_beside import CONTENDERS, PROMPT, ours
+from native_beside import CONTENDERS, PROMPT, mine
 from runner import Row, Rows, case
 from torch.profiler import ProfilerActivity, profile, record_function
 from workers import saved
@@ -88,7 +88,7 @@ def parts(call: Callable[[], object]) -> tuple[dict[str, float], dict[str, float
 def measure(name: str, folder: Path, config: ModelConfig, rows: int, rounds: int) -> list[Row]:
     """Rows of one contender and size."""
     _, precision, logits = CONTENDERS[name]
-    run, kernels = ours(folder, precision, logits, PROMPT + _NEW)
+    run, kernels = mine(folder, precision, logits, PROMPT + _NEW)
     prompts = torch.randint(256, (rows, PROMPT), generator=torch.Generator().manual_seed(7)).tolist()
     run(prompts, _NEW)
     first, whole = ([seconds(lambda n=n: run(prompts, n)) for _ in range(rounds)] for n in (1, _NEW))

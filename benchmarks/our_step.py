@@ -46,38 +46,19 @@ class DenseReward(Verifier):
 
 
 def recipe(model: Path, work: Work, precision: str, device: str, run_dir: str) -> RunConfig:
+    digits = work.prompt_tokens - 1
     values: dict[str, Any] = {
-        "name": "rl_step",
-        "steps": 1_000_000,
-        "device": device,
-        "precision": precision,
-        "run_dir": run_dir,
+        "name": "rl_step", "steps": 1_000_000, "device": device, "precision": precision, "run_dir": run_dir,
         "model": {"path": str(model)},
-        "task": {
-            "kind": "running_sum",
-            "min_digits": work.prompt_tokens - 1,
-            "max_digits": work.prompt_tokens - 1,
-            "train_size": work.prompts,
-            "heldout_size": 0,
-            "warm_start_size": 0,
-        },
-        "rollout": {
-            "prompts": work.prompts,
-            "samples": work.samples,
-            "max_tokens": work.new_tokens,
-            "slots": work.rows,
-        },
+        "task": {"kind": "running_sum", "min_digits": digits, "max_digits": digits, "train_size": work.prompts,
+                 "heldout_size": 0, "warm_start_size": 0},
+        "rollout": {"prompts": work.prompts, "samples": work.samples, "max_tokens": work.new_tokens,
+                    "slots": work.rows},
         "algorithm": {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "token_mean", "correction": "none"},
-        "optimizer": {
-            "lr": work.learning_rate,
-            "updates_per_batch": 1,
-            "max_grad_norm": 1.0,
-            "micro_batch_tokens": 32768,
-        },
-        "evaluation": None,
-        "checkpoint": {"every": 1_000_000},
-        "trackers": [],
-    }
+        "optimizer": {"lr": work.learning_rate, "updates_per_batch": 1, "max_grad_norm": 1.0,
+                      "micro_batch_tokens": 32768},
+        "evaluation": None, "checkpoint": {"every": 1_000_000}, "trackers": [],
+    }  # fmt: skip
     return make_config(values, "rl_step")
 
 
@@ -147,11 +128,9 @@ class Stepper:
     def about(self) -> dict[str, Any]:
         roles = {role["role"]: role for role in self.parts.precision.rows()}
         return {
-            "active": self.parts.precision.learner.active.name,
-            "kernels": roles["learner"]["kernels"],
-            "evidence": self.parts.evidence["learner"],
-            "threads": torch.get_num_threads(),
-        }
+            "active": self.parts.precision.learner.active.name, "kernels": roles["learner"]["kernels"],
+            "evidence": self.parts.evidence["learner"], "threads": torch.get_num_threads(),
+        }  # fmt: skip
 
     def close(self) -> None:
         self.parts.close()

@@ -42,16 +42,9 @@ WORKS = {
     "tiny": Work("tiny", 2, 2, 8, 4, 1e-6),  # no measurement: that the scripts run
 }
 SHAPE = {
-    "family": "qwen3",
-    "hidden_size": 128,
-    "layers": 4,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 384,
-    "max_positions": 64,
-    "initializer_range": 0.08,
-}
+    "family": "qwen3", "hidden_size": 128, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 32,
+    "intermediate_size": 384, "max_positions": 64, "initializer_range": 0.08,
+}  # fmt: skip
 ALPHABET = "0123456789=abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY"  # 62, and two special tokens: 64
 
 

@@ -1,11 +1,12 @@
 """Cases: what is measured, with which options, and where its rows go.
 
 A case is a function below ``@case`` in any file of this folder. Its name is the case's and, if nothing else is said,
-that of its file in ``results/``. Its parameters are the command's options: one without a default is given by its place,
-a sequence takes several values. It yields rows, one or a list at a time, which are printed and appended as they come; a
-list is kept or refused as a whole. ``--dry`` takes the case's short form, and keeps no row but in ``$OUT``;
-``--seconds`` stops it at the first row after that time. A case is found by its text, and only its own file imported:
-each needs its own packages. What it says of itself is its function's docstring or, where that has none, its file's.
+that of its file in ``results/``. Its parameters are the command's options: one without a default, or before a ``/``, is
+given by its place; a sequence takes several values. It yields rows, one or a list at a time, which are printed and
+appended as they come; a list is kept or refused as a whole. ``--dry`` takes the case's short form, and keeps no row but
+in ``$OUT``; ``--seconds`` stops it at the first row after that time. A case is found by its text, and only its own file
+imported: each needs its own packages. What it says of itself is its function's docstring or, where that has none, its
+file's.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def _option(parser: argparse.ArgumentParser, parameter: inspect.Parameter) -> No
         how |= {"nargs": "*"} if several else {}
     if several and given is inspect.Parameter.empty and "choices" in how:
         how["type"] = _among(how.pop("choices"))  # argparse holds what is left out against choices as well
-    if given is inspect.Parameter.empty:
+    if given is inspect.Parameter.empty or parameter.kind is parameter.POSITIONAL_ONLY:
         parser.add_argument(parameter.name, **({"nargs": "?"} | how))
     else:
         parser.add_argument(f"--{parameter.name.replace('_', '-')}", help=f"by default {given!r}", **how)
@@ -107,6 +108,12 @@ def _among(choices: Sequence[str]) -> Callable[[str], str]:
         return word
 
     return chosen
+
+
+def among(words: Iterable[str], known: Iterable[str]) -> None:
+    """End where a word is none of the known ones."""
+    if wrong := [word for word in words if word not in (known := list(known))]:
+        raise SystemExit(f"expected some of {', '.join(known)}, got {', '.join(wrong)}")
 
 
 def options(name: str, case_: Case, words: list[str]) -> tuple[Row, bool, float]:
@@ -144,7 +151,9 @@ def run(name: str, words: list[str]) -> None:
 
         torch.set_num_threads(values["threads"])
     began, path = time.perf_counter(), None
-    for made in case_.measure(**values) or ():
+    bound = inspect.signature(case_.measure).bind_partial()
+    bound.arguments |= values
+    for made in case_.measure(*bound.args, **bound.kwargs) or ():
         rows = [{"benchmark": name} | row for row in (made if isinstance(made, list) else [made])]
         if not rows:
             continue

@@ -15,18 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rows import ROOT
-from runner import Row, Rows, case
+from runner import Row, Rows, among, case
 
 DOCS = ROOT / "docs"
 # Where the commands stand that a page's first minutes are.
 PAGES = {
-    "format": DOCS / "gap.md",
-    "laptop": DOCS / "rl.md",
-    "own-loop": DOCS / "trainer.md",
-    "trl": DOCS / "integrations.md",
-    "train-mine": DOCS / "start" / "train-mine.md",
-    "verl": DOCS / "start" / "verl.md",
-}
+    "format": DOCS / "gap.md", "laptop": DOCS / "rl.md", "own-loop": DOCS / "trainer.md",
+    "trl": DOCS / "integrations.md", "train-mine": DOCS / "start" / "train-mine.md", "verl": DOCS / "start" / "verl.md",
+}  # fmt: skip
 TRL = Path(os.environ.get("TRL_VENV", ROOT / ".venv-trl")) / "bin" / "python"
 
 
@@ -66,8 +62,7 @@ def run(
 
 @case()
 def start_pages(pages: Sequence[str]) -> Rows:
-    if wrong := [name for name in pages if name not in PAGES]:
-        raise SystemExit(f"expected pages of {', '.join(PAGES)}, got {', '.join(wrong)}")
+    among(pages, PAGES)
     for name in pages:
         with tempfile.TemporaryDirectory() as folder:
             interpreter = trl_with_a_model(Path(folder)) if name == "trl" else sys.executable

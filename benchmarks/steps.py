@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from runner import Row, Rows, case
 from workers import turns
 
+from mantissa.base.environ import keep_freed_memory
 from mantissa.kernels import learner_kernels, probe, resolve
 from mantissa.model.config import ModelConfig
 from mantissa.model.decoder import Decoder
-from mantissa.precision import PrecisionPolicy, token_logprob
+from mantissa.precision import PRESETS, Fp8Policy, PrecisionPolicy, token_logprob
 
 SCALE = 2.0**10  # a static loss scale, so that fp16's gradients are numbers and not zeros
 
@@ -81,3 +83,53 @@ def step_rows(about: dict[str, Any], name: str, times: dict[str, list[float]]) -
         ratios = [s / base for s, base in zip(times[name], times["fp32"], strict=True)]
         rows.append(about | {"metric": "step_time_over_fp32", "unit": "ratio", **spread(ratios)})
     return rows
+
+
+# ---- what simulation costs
+
+LAYERS, ROWS = 4, 64
+
+
+def measure(policies: Mapping[str, PrecisionPolicy], hidden: int, length: int, rounds: int) -> list[Row]:
+    """The rows of one size; ``length - 1`` positions of each of 64 rows are trained on."""
+    config = decoder_config(hidden, LAYERS)
+    steps = {name: training_step(policy, config, ROWS, length, "cpu") for name, policy in policies.items()}
+    rows: list[Row] = []
+    named = all(name == policy.train for name, policy in policies.items())
+    times = interleaved(steps, warm_up=3, rounds=rounds)
+    for name, policy in policies.items():
+        role = resolve(policy, "cpu").learner
+        about: Row = {
+            **({} if named else {"contender": name}), "requested": policy.train,
+            "active": "fp8" if role.fp8 is not None else role.active.name, "kernels": role.backend, "hidden": hidden,
+            "layers": LAYERS, "tokens": ROWS * (length - 1), "rounds": rounds,
+        }  # fmt: skip
+        if role.fp8 is not None:
+            about["products"] = f"{role.fp8}, scale {role.fp8.scale}"
+        rows += step_rows(about, name, times)
+    return rows
+
+
+@case(rounds=1, hidden=(128,))
+def simulated_step(threads: int = 2, rounds: int = 15, hidden: Sequence[int] = (128, 256)) -> Rows:
+    """What simulation costs: a training step in simulated fp16 and bf16 against native fp32, on a CPU.
+
+    The ratio is taken within each round (all run in turn), so that a busy machine slows both sides alike. Targets: at
+    most 1.2 times fp32 in fp16 and bf16, twice in fp8 (``fp8_step``) at hidden size 256.
+    """
+    simulated = {"fp16": {"preset": "fp16", "backend": "simulated"}, "bf16": {"preset": "bf16", "backend": "simulated"}}
+    policies = {"fp32": PRESETS["fp32"]} | {name: PrecisionPolicy.parse(how) for name, how in simulated.items()}
+    for size in hidden:
+        yield measure(policies, size, 97, rounds)
+
+
+@case(rounds=1, hidden=128)
+def fp8_step(threads: int = 2, rounds: int = 15, hidden: int = 256) -> Rows:
+    """What fp8 costs on a CPU: a training step with simulated fp8 products against native fp32."""
+    keep_freed_memory()  # as `mantissa train` does
+    variants = {
+        "fp8": Fp8Policy(), "fp8 e4m3": Fp8Policy(backward="e4m3"), "fp8 high": Fp8Policy(backward="high"),
+        "fp8 power of two": Fp8Policy(scale="power_of_two"),
+    }  # fmt: skip
+    fp8 = {name: PrecisionPolicy(train="fp8", rollout="fp8", fp8=variant) for name, variant in variants.items()}
+    yield measure({"fp32": PRESETS["fp32"], "bf16": PRESETS["bf16"], **fp8}, hidden, 65, rounds)

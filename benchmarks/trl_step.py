@@ -51,31 +51,13 @@ class Turns(transformers.TrainerCallback):
 
 def settings(output: str, work: Work, fp16: bool, bf16: bool) -> trl.GRPOConfig:
     return trl.GRPOConfig(
-        output_dir=output,
-        use_cpu=True,
-        bf16=bf16,
-        fp16=fp16,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=work.rows,
-        gradient_accumulation_steps=1,
-        steps_per_generation=1,
-        num_iterations=1,
-        num_generations=work.samples,
-        max_completion_length=work.new_tokens,
-        generation_kwargs={"min_new_tokens": work.new_tokens},
-        temperature=1.0,
-        beta=0.0,
-        learning_rate=work.learning_rate,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        max_steps=1_000_000,
-        save_strategy="no",
-        logging_steps=1_000_000,
-        report_to="none",
-        disable_tqdm=True,
-        seed=0,
-    )
+        output_dir=output, use_cpu=True, bf16=bf16, fp16=fp16, gradient_checkpointing=False,
+        per_device_train_batch_size=work.rows, gradient_accumulation_steps=1, steps_per_generation=1, num_iterations=1,
+        num_generations=work.samples, max_completion_length=work.new_tokens,
+        generation_kwargs={"min_new_tokens": work.new_tokens}, temperature=1.0, beta=0.0,
+        learning_rate=work.learning_rate, lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0,
+        max_steps=1_000_000, save_strategy="no", logging_steps=1_000_000, report_to="none", disable_tqdm=True, seed=0,
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -105,21 +87,15 @@ def main() -> None:
         return [reward(text) for text in completions]
 
     about = {
-        "trl": trl.__version__,
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "seen": seen,
-    }
+        "trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__,
+        "threads": torch.get_num_threads(), "seen": seen,
+    }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="trl_step-") as output:
         trainer = trl.GRPOTrainer(
-            model=model,
-            reward_funcs=score,
-            args=settings(output, work, arguments.fp16, arguments.bf16),
-            train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
-            processing_class=tokenizer,
+            model=model, reward_funcs=score, args=settings(output, work, arguments.fp16, arguments.bf16),
+            train_dataset=datasets.Dataset.from_dict({"prompt": prompts}), processing_class=tokenizer,
             callbacks=[Turns(about)],
-        )
+        )  # fmt: skip
         trainer.train()
 
 

@@ -1,11 +1,11 @@
 """Faults put into real jobs of verl's trainer under ``+trainer.gate=stop``: what stopped each, at which step.
 
-    python benchmarks/verl_gate.py                    # every fault, in the environment of make test-verl
-    python benchmarks/verl_gate.py sign expert        # these
-    python benchmarks/verl_gate.py --look logprobs    # servers hide their weights: log-probs alone
-    python benchmarks/verl_gate.py vllm-layer ...     # in that of make test-verl-vllm
-    python benchmarks/verl_gate.py turns              # faults in turn under gate=warn:1
-    python benchmarks/verl_gate.py long --seed 1      # 100 steps without one, of another policy and other sums
+    python benchmarks/run.py verl_gate                    # every fault, in the environment of make test-verl
+    python benchmarks/run.py verl_gate sign expert        # these
+    python benchmarks/run.py verl_gate --look logprobs    # servers hide their weights: log-probs alone
+    python benchmarks/run.py verl_gate vllm-layer ...     # in that of make test-verl-vllm
+    python benchmarks/run.py verl_gate turns              # faults in turn under gate=warn:1
+    python benchmarks/run.py verl_gate long --seed 1      # 100 steps without one, of another policy and other sums
 
 A row a job. The policy is of two layers and was first taught sums, so that its distributions are a trained one's; both
 sides compute in fp16. A fault comes with the sync of step 1, after a look at a healthy batch, or is there from the
@@ -16,18 +16,18 @@ looked at by weights and by log-probs; ``long``: no step has. The other rollout 
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from rows import ROOT, append
+from rows import ROOT
+from runner import Rows, among, case
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
@@ -92,6 +92,9 @@ FAULTS = {
         )
     },
 }  # fmt: skip
+
+
+NOT_VLLMS = tuple(name for name in FAULTS if not name.startswith("vllm"))
 
 
 def teach(folder: Path, family: str, fields: Mapping[str, Any], head_dim: int, seed: int = 0) -> None:
@@ -162,25 +165,14 @@ def of_job(name: str, look: str, job: Job) -> dict[str, Any]:
     if by == "weights":
         right = right and (fault.weights or "?") in said
     return {
-        "fault": name,
-        "what": fault.what,
-        "look": look,
-        "rollout": {"hf_test": "transformers"}.get(fault.rollout, fault.rollout),
-        "family": fault.family,
-        "injected": None if fault.weights == "" else fault.injected,
-        "seen": None if where is None else int(where[2]),
-        "by": by,
-        "right": right,
-        "named": seen[-1]["fault"] if by == "logprobs" else None,
-        "said": said,
+        "fault": name, "what": fault.what, "look": look,
+        "rollout": {"hf_test": "transformers"}.get(fault.rollout, fault.rollout), "family": fault.family,
+        "injected": None if fault.weights == "" else fault.injected, "seen": None if where is None else int(where[2]),
+        "by": by, "right": right, "named": seen[-1]["fault"] if by == "logprobs" else None, "said": said,
         "size_of_u": [each["figures"]["u_rms"] for each in seen],
-        "tokens": [each["figures"]["tokens"] for each in seen],
-        "verdicts": [each["verdict"] for each in seen],
-        "steps": len(job.metrics),
-        "job_seconds": job.seconds,
-        "requested": "fp16",
-        "active": "fp16",
-    }
+        "tokens": [each["figures"]["tokens"] for each in seen], "verdicts": [each["verdict"] for each in seen],
+        "steps": len(job.metrics), "job_seconds": job.seconds, "requested": "fp16", "active": "fp16",
+    }  # fmt: skip
 
 
 def of_turns(name: str, folder: Path, seed: int, steps: int) -> dict[str, Any]:
@@ -219,28 +211,20 @@ def of_turns(name: str, folder: Path, seed: int, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    several = {"turns": 2 * ROUNDS * len(TURNS), "long": None}
-    parser.add_argument("faults", nargs="*", choices=[[], *FAULTS, *several], help="each but vLLM's, unless named")
-    parser.add_argument("--look", choices=("weights", "logprobs"), default="weights")
-    parser.add_argument("--seed", type=int, default=0, help="of turns and long")
-    parser.add_argument("--steps", type=int, default=LONG, help="of long")
-    parser.add_argument("--dry", action="store_true", help="print rows, and record none")
-    given = parser.parse_args()
-    for name in given.faults or [each for each in FAULTS if not each.startswith("vllm")]:
+@case()
+def verl_gate(
+    faults: Sequence[str] = NOT_VLLMS, /, look: Literal["weights", "logprobs"] = "weights", seed: int = 0,
+    steps: int = LONG,
+) -> Rows:  # fmt: skip
+    several = {"turns": 2 * ROUNDS * len(TURNS), "long": steps}
+    among(faults, (*FAULTS, *several))
+    for name in faults:
         with tempfile.TemporaryDirectory(prefix="gate-jobs-") as folder:
             place = Path(folder)
             if name in several:
-                row = of_turns(name, place, given.seed, several[name] or given.steps)
+                row = of_turns(name, place, seed, several[name])
             else:
-                row = of_job(name, given.look, run(name, given.look, place))
+                row = of_job(name, look, run(name, look, place))
             if not row.get("right", True):
                 print((place / "job.log").read_text()[-6000:], file=sys.stderr, flush=True)
-        print(json.dumps(row), flush=True)
-        if not given.dry:
-            append("verl_gate.jsonl", [{"benchmark": "verl_gate"} | row], "cpu")
-
-
-if __name__ == "__main__":
-    main()
+        yield row

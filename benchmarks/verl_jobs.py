@@ -1,11 +1,11 @@
 """Jobs of verl's own trainer with and without the plugin, two steps each; a row a job in results/verl.jsonl.
 
-    python benchmarks/verl_jobs.py                  # every kind but vllm, suite; in the environment of make test-verl
-    python benchmarks/verl_jobs.py mantissa-fp16 overhead
-    python benchmarks/verl_jobs.py vllm-bf16 ...    # in that of make test-verl-vllm
-    python benchmarks/verl_jobs.py run              # 24 steps, for the picture
-    python benchmarks/verl_jobs.py suite            # make test-verl whole: its seconds, and its slowest tests
-    python benchmarks/verl_jobs.py --picture        # docs/images/verl.svg, from the rows
+    python benchmarks/run.py verl_jobs              # every kind but vllm, suite; in the environment of make test-verl
+    python benchmarks/run.py verl_jobs mantissa-fp16 overhead
+    python benchmarks/run.py verl_jobs vllm-bf16 ...    # in that of make test-verl-vllm
+    python benchmarks/run.py verl_jobs run              # 24 steps, for the picture
+    python benchmarks/run.py verl_jobs suite            # make test-verl whole: its seconds, and its slowest tests
+    python benchmarks/run.py verl_picture               # docs/images/verl.svg, from the rows
 
 The model is a Qwen3 of two layers (tests/support/verl_job.py), or of the family that a kind names, so seconds are of
 verl's machinery, not of arithmetic.
@@ -15,7 +15,6 @@ verl's machinery, not of arithmetic.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import math
@@ -25,10 +24,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rows import ROOT, append
+from rows import ROOT
+from runner import Rows, among, case
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
@@ -40,11 +41,9 @@ TORCH = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SIZE = ("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16", "+trainer.gate=warn")
 NO_PREFIX_CACHE = f"{ROLLOUT}.enable_prefix_caching=False"
 FLOWRL = (
-    f"{ACTOR}.policy_loss.loss_mode=flowrl",
-    f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
-    f"{ACTOR}.use_kl_loss=True",
+    f"{ACTOR}.policy_loss.loss_mode=flowrl", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", f"{ACTOR}.use_kl_loss=True",
     f"{ACTOR}.kl_loss_coef=0",
-)
+)  # fmt: skip
 
 
 def fsdp(strategy: str, name: str, *more: str) -> tuple[list[str], dict[str, Any]]:
@@ -78,6 +77,10 @@ KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "vllm-mantissa_fsdp2-bf16": fsdp("mantissa_fsdp2", "bf16", *VLLM, NO_PREFIX_CACHE),
 }
 KINDS["vllm-mantissa_fsdp2-bf16"][1]["rollout"] = "vllm"
+
+
+KNOWN = (*KINDS, "overhead", "spikes", "run", "suite")
+NOT_VLLMS = tuple(name for name in KNOWN if not name.startswith(("vllm", "suite")))
 
 
 def of_job(kind: str, job: Job) -> dict[str, Any]:
@@ -114,15 +117,11 @@ def of_run(folder: Path) -> dict[str, Any]:
     steps = 24
     job = run_job(folder, *given, "trainer.save_freq=100", steps=steps, seconds=1200, **named)
     names = {
-        "reward": "critic/rewards/mean",
-        "loss_scale": "actor/mantissa/loss_scale",
-        "retried": "actor/mantissa/retried",
-        "lost_so_far": "actor/mantissa/lost_so_far",
-        "size_of_u": "mantissa/gate_size_of_u",
-        "unlike": "actor/mantissa/logprobs_unlike_rollout",
-        "compared": "actor/mantissa/logprobs_compared",
+        "reward": "critic/rewards/mean", "loss_scale": "actor/mantissa/loss_scale", "retried": "actor/mantissa/retried",
+        "lost_so_far": "actor/mantissa/lost_so_far", "size_of_u": "mantissa/gate_size_of_u",
+        "unlike": "actor/mantissa/logprobs_unlike_rollout", "compared": "actor/mantissa/logprobs_compared",
         "grad_norm": "actor/grad_norm",
-    }
+    }  # fmt: skip
     curves = {short: [job.metrics[step].get(name) for step in sorted(job.metrics)] for short, name in names.items()}
     return {"requested": "fp16", "active": "fp16", "steps": steps, "job_seconds": job.seconds, "curves": curves}
 
@@ -176,8 +175,18 @@ def measured(kind: str, folder: Path) -> dict[str, Any]:
     return of_job(kind, run_job(folder, *given, *SIZE, **named, **more))
 
 
-def picture() -> None:
-    """What a job's log says by step: reward, loss scale, log-probs that differ."""
+@case("verl")
+def verl_jobs(kinds: Sequence[str] = NOT_VLLMS, /) -> Rows:
+    among(kinds, KNOWN)
+    about = {"benchmark": "verl", "verl": importlib.metadata.version("verl"), "ray": importlib.metadata.version("ray")}
+    for kind in kinds:
+        with tempfile.TemporaryDirectory(prefix=f"verl-{kind}-") as folder:
+            yield about | {"kind": kind} | measured(kind, Path(folder))
+
+
+@case("verl")
+def verl_picture() -> Rows:
+    """The picture docs/images/verl.svg: what a job's log says by step, from the rows that there are."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -209,26 +218,4 @@ def picture() -> None:
         panel.tick_params(labelsize=8)
         panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(ROOT / "docs" / "images" / "verl.svg", metadata={"Date": None})
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="*")
-    parser.add_argument("--picture", action="store_true")
-    given = parser.parse_args()
-    if given.picture:
-        picture()
-        return
-    known = [*KINDS, "overhead", "spikes", "run", "suite"]
-    if unknown := set(given.kinds) - set(known):
-        parser.error(f"{', '.join(sorted(unknown))}: expected of {', '.join(known)}")
-    about = {"benchmark": "verl", "verl": importlib.metadata.version("verl"), "ray": importlib.metadata.version("ray")}
-    for kind in given.kinds or [each for each in known if not each.startswith(("vllm", "suite"))]:
-        with tempfile.TemporaryDirectory(prefix=f"verl-{kind}-") as folder:
-            row = measured(kind, Path(folder))
-        append("verl.jsonl", [about | {"kind": kind} | row], "cpu")
-        print(kind, json.dumps(row)[:400], flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return iter(())

@@ -1,25 +1,26 @@
 """Rehearsals of recipes on verl, one of each kind: seconds, and the gap that verl saw.
 
-    python benchmarks/verl_rehearsals.py              # every kind, in the environment of make test-verl
-    python benchmarks/verl_rehearsals.py dapo-fp16 flowrl-fp16
+    python benchmarks/run.py verl_rehearsals          # every kind, in the environment of make test-verl
+    python benchmarks/run.py verl_rehearsals dapo-fp16 flowrl-fp16
 
-Rows go to results/verl_rehearsals.jsonl. Each is the command that a user would type (``mantissa launch RECIPE --on verl
+Each is the command that a user would type (``mantissa launch RECIPE --on verl
 --local``): two steps of verl's trainer on this machine's processor, of a random Qwen3 of two layers, so seconds are of
 verl's machinery and not of arithmetic. ``tests/verl/test_local_jobs.py`` runs the same kinds.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rows import ROOT, append
+from rows import ROOT
+from runner import Rows, among, case
 
 from mantissa.launch import launch_file, load_options
 
@@ -90,25 +91,17 @@ def measured(kind: str) -> dict[str, Any]:
         about = KINDS[kind]
         file = None if about.recipe is None else launch_file(RECIPES / about.recipe)
         return {
-            "kind": kind,
-            "what": about.what,
-            "recipe": about.recipe or "",
-            "engine": about.engine or load_options(file, {}).engine,
-            "steps": len(rows),
-            "seconds": round(seconds, 1),
+            "kind": kind, "what": about.what, "recipe": about.recipe or "",
+            "engine": about.engine or load_options(file, {}).engine, "steps": len(rows), "seconds": round(seconds, 1),
             "probability_difference": max(row["training/rollout_probs_diff_max"] for row in rows.values()),
             "k3_kl": max(row.get("rollout_corr/k3_kl", 0.0) for row in rows.values()),
             "grad_norm": [row["actor/grad_norm"] for row in rows.values()],
             "score": [row["critic/score/mean"] for row in rows.values()],
-        }
+        }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(KINDS))
-    for kind in parser.parse_args().kinds or KINDS:
-        append("verl_rehearsals.jsonl", [measured(kind)], "cpu")
-
-
-if __name__ == "__main__":
-    main()
+@case()
+def verl_rehearsals(kinds: Sequence[str] = tuple(KINDS), /) -> Rows:
+    among(kinds, KINDS)
+    for kind in kinds:
+        yield measured(kind)

@@ -65,24 +65,16 @@ def row(form: str, seed: int, done: RunDirectory) -> Row:
     last = rows[-1]
     sides = {"conversation": rows, "feedback": inner.read_metrics()}
     return {
-        "form": form,
-        "seed": seed,
-        "steps": len(rows),
-        "requested": roles["learner"]["requested"],
-        "active": roles["learner"]["active"],
-        "rates": {name: last[f"waltz/eval_{name}"] for name in RATES},
-        "greedy_right": last["eval/greedy_accuracy"],
-        "curve": [
-            [each["step"], each["waltz/eval_attack_success"], each["waltz/eval_over_refusal"]]
-            for each in rows
-            if "waltz/eval_attack_success" in each
-        ],
+        "form": form, "seed": seed, "steps": len(rows),
+        "requested": roles["learner"]["requested"], "active": roles["learner"]["active"],
+        "rates": {name: last[f"waltz/eval_{name}"] for name in RATES}, "greedy_right": last["eval/greedy_accuracy"],
+        "curve": [[each["step"], each["waltz/eval_attack_success"], each["waltz/eval_over_refusal"]]
+                  for each in rows if "waltz/eval_attack_success" in each],
         "seconds": sum(each["time/step"] for each in rows),
         "overflows": {who: sum(each["precision/overflows"] for each in them) for who, them in sides.items()},
-        "gap_abs_logp_diff_mean": {
-            who: sum(each["gap/abs_logp_diff_mean"] for each in them) / len(them) for who, them in sides.items()
-        },
-    }
+        "gap_abs_logp_diff_mean": {who: sum(each["gap/abs_logp_diff_mean"] for each in them) / len(them)
+                                   for who, them in sides.items()},
+    }  # fmt: skip
 
 
 def measure(seed: int, forms: Sequence[str], keep: Path, common: tuple[str, ...]) -> Iterator[Row]:

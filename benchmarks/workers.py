@@ -38,12 +38,9 @@ class Worker:
     def __init__(self, command: list[str], threads: int, environment: Mapping[str, str] | None = None) -> None:
         settings = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**os.environ, **settings, **(environment or {})},
-        )
+        )  # fmt: skip
         self._command = command
         self.about = self._answer()
 

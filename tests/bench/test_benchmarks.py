@@ -27,9 +27,9 @@ BENCHMARKS = ROOT / "benchmarks"
 THREAD = ("--threads", "1")
 NEEDS = {"rollout_vs_generate": "transformers"}
 SCRIPTS = {  # what is no case: workers, what cases share, and programs with tests of their own
-    "apart", "doctor_faults", "doctor_jobs_trl", "doctor_mistakes", "doctor_strangers", "families", "our_step",
-    "rl_problem", "rows", "run", "runner", "soak", "soak_job", "soak_load", "soak_report", "steps", "tables",
-    "trl_step", "verl_gate", "verl_jobs", "verl_rehearsals", "workers",
+    "apart", "doctor_jobs_trl", "doctor_mistakes", "doctor_ours", "doctor_strangers", "families", "our_step",
+    "rl_problem", "rows", "run", "runner", "soak", "soak_job", "soak_load", "soak_report", "tables",
+    "trl_step", "workers",
 }  # fmt: skip
 
 
@@ -40,7 +40,7 @@ BY_OPTION = {"native_beside", "native_limit"}
 ON_A_GPU = {"gpu_demo", "gpu_exact", "gpu_promises", "gpu_sizes", "gpu_step"}
 NOT_HERE = {
     "demo_runs", "doctor_healthy", "doctor_hands", "doctor_jobs", "final_policy", "first_use", "gap", "start_pages",
-    "substitution", "tune", "waltz", "waltz_picture",
+    "substitution", "tune", "verl_gate", "verl_jobs", "verl_picture", "verl_rehearsals", "waltz", "waltz_picture",
 }  # fmt: skip
 
 
@@ -92,6 +92,15 @@ def test_parts_may_be_left_out_and_no_other_may_be_asked_for() -> None:
     for words in ([], ["nonsense"]):
         with pytest.raises(SystemExit):
             asked(words)
+
+
+def test_what_stands_before_a_slash_is_given_by_its_place_and_may_be_left_out(tmp_path: Path) -> None:
+    import verl_rehearsals
+
+    asked = partial(runner.options, "verl_rehearsals", runner._imported["verl_rehearsals"])
+    assert asked([])[0]["kinds"] == tuple(verl_rehearsals.KINDS)
+    assert asked(["grpo", "exact"])[0]["kinds"] == ["grpo", "exact"]
+    assert "expected some of grpo, " in run_case(tmp_path, "verl_rehearsals", "nonsense", code=1)
 
 
 def test_what_is_for_a_gpu_measures_no_other_device() -> None:
@@ -197,6 +206,9 @@ def test_the_summary_of_runs(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     run_case(tmp_path, "demo_runs", str(tmp_path / "run"))
     assert rows_in(tmp_path / "demo_runs.jsonl")[0]["steps"] == 2
+    run_case(tmp_path, "doctor_confusion", str(tmp_path / "run"), "--runs", "--only", "logarithm")
+    kinds = [row["kind"] for row in rows_in(tmp_path / "doctor_confusion.jsonl") if row["side"] == "learner"]
+    assert kinds == ["healthy", "base-2 logarithm", "base-10 logarithm"]
     run_case(tmp_path, "final_policy", str(tmp_path / "run"), "--problems", "2")
     row = json.loads((tmp_path / "final_policy.jsonl").read_text())
     assert row["steps"] == 2
@@ -325,10 +337,11 @@ def test_the_doctor_is_tried_on_a_family_of_transformers(tmp_path: Path) -> None
 @pytest.mark.variants
 def test_the_doctor_is_tried_on_a_policy(pretrained: Path, tmp_path: Path) -> None:
     run_case(tmp_path, "doctor_confusion", str(pretrained), "--dry")
-    healthy, *faults = rows_in(tmp_path / "doctor_confusion.jsonl")
-    assert (healthy["kind"], healthy["trials"]) == ("healthy", 2)
-    assert faults
-    assert all("rows" in row["kind"] and row["trials"] == 2 for row in faults)
+    rows = rows_in(tmp_path / "doctor_confusion.jsonl")
+    healthy, faults = ([row for row in rows if (row["kind"] == "healthy") == which] for which in (True, False))
+    assert [(row["side"], row["outcome"] == "wrong") for row in healthy] == [("learner", False), ("rollout", False)]
+    assert len({row["kind"] for row in faults}) == 5
+    assert all("rows" in row["kind"] for row in faults)
     assert "expected model" in run_case(tmp_path, "doctor_confusion", code=2)
 
 

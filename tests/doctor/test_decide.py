@@ -116,20 +116,20 @@ def test_the_other_weights_are_named_where_they_are_given(name: str, made: dict[
 
 
 def test_a_first_token_that_one_side_has_twice(family: Any, model: Decoder) -> None:
-    rolled = doctor_strangers.roll(family)
+    rolled = family.roll()
     twice = [prompt[:1] + prompt for prompt in rolled.prompts]
-    learner = doctor_strangers.scores(family, rolled, {"": doctor_strangers.plain}, prompts=twice)[""]
+    learner = family.plain(rolled, prompts=twice)
     found = asked(doctor_strangers.dump(rolled, learner), model)
     is_decided(found, CauseKind.PROMPT, "learner", prompt=Fed.FIRST_TWICE)
 
 
 def test_a_soft_cap_or_a_temperature(made: dict[str, Any], family: Any, model: Decoder) -> None:
-    rolled = doctor_strangers.roll(family)
+    rolled = family.roll()
 
     def capped(z: torch.Tensor, tokens: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         return doctor_strangers.plain(15 * torch.tanh(z / 15), tokens, before)
 
-    dumped = doctor_strangers.dump(rolled, doctor_strangers.scores(family, rolled, {"": capped})[""])
+    dumped = doctor_strangers.dump(rolled, family.scores(rolled, {"": capped})[""])
     is_decided(asked(dumped, model), CauseKind.SOFT_CAP, "learner", cap=15.0)
 
 

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.verl, pytest.mark.slow, pytest.mark.variants]
 @pytest.mark.parametrize(("kind", "field"), [("spikes", "lost"), ("mantissa-fp16", "unlike")])
 def test_a_kind_gives_a_row(tmp_path: Path, kind: str, field: str) -> None:
     environment = os.environ | {"OUT": str(tmp_path), "PYTHONPATH": f"{ROOT}/src", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "benchmarks" / "verl_jobs.py"), kind]
+    command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), "verl_jobs", kind]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     row = json.loads((tmp_path / "verl.jsonl").read_text())
