@@ -37,8 +37,8 @@ LARGEST = zips.LARGEST  # bytes of a file, and of all tensors in one
 _LIMITS = child.Limits(memory_bytes=3 << 29, output_bytes=1 << 30)
 _LARGE, _TIMES = 64 << 20, 8  # a file that may take more: its bytes, those of its tensors, and both once more
 _MOST_OPERATIONS = 50_000_000  # of a pickle, and values in what it makes
-# Values that are written out for each operation, and beside that: what is not shared has one operation or more each, and
-# lists of lists that are shared are sent as often as they stand there.
+# Values that are written out for each operation, and beside that: what is not shared has an operation each, and a list
+# that is shared is sent as often as it stands there.
 _SHARED, _ALWAYS = 8, 1_000_000
 _MOST_CLASSES = 256  # that a pickle's records may be of
 _LARGEST_INTEGER = 1 << 64  # larger ones can be chosen to share one hash: a dictionary of them takes hours to fill
