@@ -33,6 +33,7 @@ from mantissa.kernels.simulated import (
     Rotate,
     activation_values,
     cached_probabilities,
+    inverse_rms,
     weight_values,
 )
 from mantissa.precision import (
@@ -167,9 +168,8 @@ class NativeKernels:
             return F.rms_norm(x_NE, weight_E.shape, None, eps) * self.weight(weight_E)
         if self._is_cpus_own(x_NE):
             return RMSNorm.apply(x_NE, weight_E, eps, FP32)
-        x = x_NE.float()  # the sum of squares of fp16 values overflows fp16 from |x| = 256 on
-        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-        return normed.to(self.dtype) * self.weight(weight_E)
+        x = x_NE.float()  # once, so that autograd sums what comes back before it is rounded
+        return (x * inverse_rms(x, eps)).to(self.dtype) * self.weight(weight_E)
 
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
         return F.silu(gate_NE) * up_NE  # torch's silu computes in fp32 and rounds once

@@ -300,16 +300,20 @@ class Linear(Operation):
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
+def inverse_rms(x_NE: Tensor, eps: float) -> Tensor:
+    """s = (mean(x^2) + eps)^-1/2 of each row, in fp32, in every family: the sum of fp16's squares overflows fp16."""
+    return x_NE.float().square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+
+
 class RMSNorm(Operation):
-    """y = w * n, n = round(x * s), s = (mean(x^2) + eps)^-1/2."""
+    """y = w * n, n = round(x * s), s = ``inverse_rms``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, fmt: NumberFormat) -> Tensor:
-        scale = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-        normed = x * scale
+        scale = inverse_rms(x, eps)
         ctx.save_for_backward(x, weight, scale)
         ctx.fmt = fmt
-        return round_to_format_(round_to_format_(normed, fmt).mul_(weight), fmt)
+        return round_to_format_(round_to_format_(x * scale, fmt).mul_(weight), fmt)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:

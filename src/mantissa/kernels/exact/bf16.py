@@ -23,7 +23,7 @@ from mantissa.kernels.cpu import CpuProducts
 from mantissa.kernels.exact.kernels import PART, ExactAttention, Planned, cached, product
 from mantissa.kernels.exact.plan import ExactPlan
 from mantissa.kernels.native import NativeKernels, ProductOf
-from mantissa.kernels.simulated import norm_gradients
+from mantissa.kernels.simulated import inverse_rms, norm_gradients
 from mantissa.precision import BF16, FP32, BlockScaled, NumberFormat, round_to_format
 
 
@@ -115,9 +115,8 @@ def _dense(weight_FE: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _normed(x_NE: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """round(x * s), and s = (mean(x^2) + eps)^-1/2 in fp32."""
-    x = x_NE.float()
-    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    """round(x * s), and s."""
+    x, scale = x_NE.float(), inverse_rms(x_NE, eps)
     return x.mul_(scale).bfloat16(), scale
 
 

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mantissa.kernels.simulated import norm_gradients, unit_gradients
+from mantissa.kernels.simulated import inverse_rms, norm_gradients, unit_gradients
 from mantissa.kernels.triton import LAUNCH, aligned, ceil_div, exp, power_of_two_above
 
 
@@ -52,7 +52,7 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + ctx.eps)
+        scale = inverse_rms(x, ctx.eps)
         return *norm_gradients(ctx, grads[0], x, weight, scale, lambda wide: wide.to(x.dtype)), None
 
 
