@@ -9,8 +9,8 @@
 
 A row a job. The policy is of two layers and was first taught sums, so that its distributions are a trained one's; both
 sides compute in fp16. A fault comes with the sync of step 1, after a look at a healthy batch, or is there from the
-start. ``turns``: every other step of one job has a fault, the next of ``TURNS``, and each step is looked at by weights
-and by log-probs; ``long``: no step has. The other rollout is transformers' generation
+start: then for five looks. ``turns``: every other step of one job has a fault, the next of ``TURNS``, and each step is
+looked at by weights and by log-probs; ``long``: no step has. The other rollout is transformers' generation
 (tests/support/verl_hf_rollout.py), ours, or verl's own vLLM.
 """
 
@@ -140,8 +140,9 @@ def run(name: str, look: str, folder: Path) -> Job:
     if look == "logprobs":
         environment["MANTISSA_TEST_HIDDEN"] = "1"
     return run_job(
-        folder, *fault.overrides, *SIZE, "+trainer.gate=stop", steps=3, fails=False if fault.weights == "" else None,
-        environment=environment, ranks=fault.ranks, rollout=fault.rollout, seconds=900,
+        folder, *fault.overrides, *SIZE, "+trainer.gate=stop", steps=3 if fault.injected else 5,
+        fails=False if fault.weights == "" else None, environment=environment, ranks=fault.ranks,
+        rollout=fault.rollout, seconds=900,
     )  # fmt: skip
 
 

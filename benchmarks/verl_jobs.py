@@ -1,9 +1,10 @@
 """Jobs of verl's own trainer with and without the plugin, two steps each; a row a job in results/verl.jsonl.
 
-    python benchmarks/verl_jobs.py                  # every kind but vllm; in the environment of make test-verl
+    python benchmarks/verl_jobs.py                  # every kind but vllm, suite; in the environment of make test-verl
     python benchmarks/verl_jobs.py mantissa-fp16 overhead
     python benchmarks/verl_jobs.py vllm-bf16 ...    # in that of make test-verl-vllm
     python benchmarks/verl_jobs.py run              # 24 steps, for the picture
+    python benchmarks/verl_jobs.py suite            # make test-verl whole: its seconds, and its slowest tests
     python benchmarks/verl_jobs.py --picture        # docs/images/verl.svg, from the rows
 
 The model is a Qwen3 of two layers (tests/support/verl_job.py), or of the family that a kind names, so seconds are of
@@ -18,8 +19,12 @@ import argparse
 import importlib.metadata
 import json
 import math
+import os
+import re
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +127,34 @@ def of_run(folder: Path) -> dict[str, Any]:
     return {"requested": "fp16", "active": "fp16", "steps": steps, "job_seconds": job.seconds, "curves": curves}
 
 
+def of_suite() -> dict[str, Any]:
+    """``make test-verl``, which must pass: its seconds, by part and by test, and the machine's load meanwhile."""
+    begun, text = time.monotonic(), ""
+    given = os.environ | {"PYTEST_ADDOPTS": "--durations=25"}
+    with subprocess.Popen(["make", "test-verl"], cwd=ROOT, env=given, stdout=subprocess.PIPE, text=True) as suite:
+        for line in suite.stdout or ():
+            print(line, end="", flush=True)
+            text += line
+    if suite.returncode:
+        raise SystemExit(f"make test-verl: exit status {suite.returncode}; of tests that fail no row is kept")
+    return {
+        "suite_seconds": time.monotonic() - begun,
+        "processors": os.cpu_count(),
+        "load": os.getloadavg()[2],
+    } | parts(text)
+
+
+def parts(text: str) -> dict[str, Any]:
+    """Of what several runs of pytest printed: tests passed and seconds of each, and seconds of the slowest tests."""
+    runs = re.findall(r"^(?:=+ )?(\d+) passed.* in ([\d.]+)s", text, re.MULTILINE)
+    slowest = re.findall(r"^([\d.]+)s call +(.+)$", text, re.MULTILINE)
+    return {
+        "passed": [int(passed) for passed, _ in runs],
+        "seconds": [float(seconds) for _, seconds in runs],
+        "slowest": {name: float(seconds) for seconds, name in sorted(slowest, key=lambda each: -float(each[0]))[:25]},
+    }
+
+
 def measured(kind: str, folder: Path) -> dict[str, Any]:
     """The row of one kind, without its stamp."""
     if kind == "overhead":
@@ -136,6 +169,8 @@ def measured(kind: str, folder: Path) -> dict[str, Any]:
         return {"batches": {who: len(seen[who]) for who in lost}, "lost": lost, "requested": "fp16", "active": "fp16"}
     if kind == "run":
         return of_run(folder)
+    if kind == "suite":
+        return of_suite()
     given, named = KINDS[kind]
     more = {"head_dim": 32, "seconds": 1200} if kind.startswith("vllm") else {}
     return of_job(kind, run_job(folder, *given, *SIZE, **named, **more))
@@ -184,11 +219,11 @@ def main() -> None:
     if given.picture:
         picture()
         return
-    known = [*KINDS, "overhead", "spikes", "run"]
+    known = [*KINDS, "overhead", "spikes", "run", "suite"]
     if unknown := set(given.kinds) - set(known):
         parser.error(f"{', '.join(sorted(unknown))}: expected of {', '.join(known)}")
     about = {"benchmark": "verl", "verl": importlib.metadata.version("verl"), "ray": importlib.metadata.version("ray")}
-    for kind in given.kinds or [each for each in known if not each.startswith("vllm")]:
+    for kind in given.kinds or [each for each in known if not each.startswith(("vllm", "suite"))]:
         with tempfile.TemporaryDirectory(prefix=f"verl-{kind}-") as folder:
             row = measured(kind, Path(folder))
         append("verl.jsonl", [about | {"kind": kind} | row], "cpu")

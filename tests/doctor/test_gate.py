@@ -191,3 +191,28 @@ def test_other_formats_have_another_measure() -> None:
     assert found is not None
     assert found.verdict is Verdict.HEALTHY
     assert not gate.stop
+
+
+def look(size: float, seed: int, length: int = 3) -> tuple[Any, ...]:
+    """64 rows of 16 prompts."""
+    rows = dumps.healthy(16, 4, length, size, seed)
+    tables = [np.stack(each) for each in zip(*((r.tokens[3:], r.mask, r.rollout_logp, r.learner_logp) for r in rows),
+                                             strict=True)]  # fmt: skip
+    return [[*each.tokens[:3].tolist(), each.group] for each in rows], *tables
+
+
+FP16 = {"rollout_format": "fp16", "learner_format": "fp16", "experts": False}
+
+
+def test_a_look_beyond_the_table_is_no_measure_of_a_job() -> None:
+    """Single tokens make it: healthy, and not what later looks are held to."""
+    gate = Gate(every=1, say=lambda line: None)
+    prompts, *tables = look(0.02, 0, length=16)
+    tables[3][20, 7] -= 1.5
+    found = gate.check(1, prompts, *tables, **FP16)
+    assert found is not None
+    assert found.verdict is Verdict.HEALTHY
+    assert found.figures["u_rms"] > 0.04
+    assert gate.state_dict() == {"healthy": []}
+    gate.check(2, *look(0.02, 1, length=16), **FP16)
+    assert [row["size_of_u"] < 0.04 for row in gate.state_dict()["healthy"]] == [True]

@@ -2,6 +2,11 @@
 
 ``python -m verl.trainer.main_ppo`` starts a Ray of its own on the loopback, which ends with it. Each process of a job
 carries a tag in its environment, by which what may be left of it is found, and nothing else is.
+
+Where a job's time goes: 80 to 114 processor-seconds, most of it imports. Some ten processes, most of them one after
+another, import torch, and up to all of transformers, peft and verl's engines, with Megatron where it is installed: 2 to
+11 s each, of which the plugin's own is less than one. Ray's daemons (its dashboard is off) take 7 to 9 s together. (An
+EPYC of Zen 4, with other work beside it.)
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ and the training goes on.
 
 The first healthy look is the job's own measure: from then on up to three times its size of u is usual, in place of what
 the formats' table allows, which is the noise of all models and engines in them. A layer that arrives corrupted may
-multiply a gap by twenty and stay below that. ``state_dict`` is that measure, for a resumed job to be held to.
+multiply a gap by twenty and stay below that. A look beyond the table, which chance or single tokens may have made, is
+never that measure. ``state_dict`` is it, for a resumed job to be held to.
 """
 
 from __future__ import annotations
@@ -123,6 +124,7 @@ class Gate:
 
     def _answer(self, step: int, kept: list[Scored], settings: Settings) -> Diagnosis | None:
         from mantissa.doctor.examine import examine, remedies_for
+        from mantissa.doctor.facts import usual_of
 
         own = replace(settings, healthy_size=self._own.get(settings))
         dump = Dump(self.framework, Path(f"step {step}"), [*self._fresher(kept), *kept], own)
@@ -134,7 +136,7 @@ class Gate:
         self.last, self._dump = found, dump
         if found.verdict is not Verdict.UNKNOWN and not self.wrong(found):
             self._healthy = kept
-            if found.basis in MEASURED:
+            if found.basis in MEASURED and found.figures["u_rms"] <= usual_of(settings).bound:
                 self._own.setdefault(settings, float(found.figures["u_rms"]))
         if found.verdict in (Verdict.FAULT, Verdict.LARGE):
             known = [(do, f" ({', '.join(keys)})" if keys else "") for do, keys in remedies_for(found)[:2]]
