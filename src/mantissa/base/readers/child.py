@@ -5,8 +5,9 @@ function whose parts of an answer come back through a pipe, as JSON or as the by
 executed or unpickled; it is counted before anything is made of it. The reader crashes, hangs, eats memory or writes
 garbage: each is one ``MantissaError``.
 
-A fresh interpreter, in which nothing of the command lies, imports libraries and reads nothing; for each file it forks
-a process that does, and that ends before another file's begins: whatever a file did to its reader, the next one is read
+A fresh interpreter, in which nothing of the command lies, imports libraries and reads nothing; for each ``source`` (a
+file, or all completions of a run) it forks a process that does, and that ends before another source's begins: whatever
+a file did to its reader, the next one is read
 by none of it. Before it is asked anything that fork has, in this order: no core dump, no file to write to, a limit on
 the address space beyond what imports took; a user namespace of its own, where the kernel grants it, and no capability,
 root's neither; Landlock, where the kernel has it: no file made, changed or started; a system-call filter (x86_64 and
