@@ -21,7 +21,7 @@ from typing import Any
 
 from runner import Rows, case
 
-from mantissa.base.environ import cpu_flags, cpu_model
+from mantissa.base.environ import CPU_FLAGS, CPU_MODEL
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -100,7 +100,7 @@ def start(threads: int, rounds: int) -> Iterator[Finding]:
 
 def demo(threads: int, rounds: int) -> Iterator[Finding]:
     """The whole demo once: seconds to its first numbers, and to its end; not those of an installation."""
-    fast = "avx512_bf16" in cpu_flags()
+    fast = "avx512_bf16" in CPU_FLAGS
     with tempfile.TemporaryDirectory() as folder:
         said, processor = command(["demo"], Path(folder), threads)
     first, whole = (re.search(pattern, said, re.M) for pattern in (r"^after (\d+) s: ", r"^took (\d+) s"))
@@ -193,7 +193,7 @@ PARTS: dict[str, Callable[[int, int], Iterator[Finding]]] = {
 
 @case(parts=("start", "simulated"), rounds=1)
 def here(parts: Sequence[str] = tuple(PARTS), threads: int = 2, rounds: int = 3) -> Rows:
-    print(f"{cpu_model()}; {cpu_flags()}; load {os.getloadavg()[0]:.1f}", flush=True)
+    print(f"{CPU_MODEL}; {CPU_FLAGS}; load {os.getloadavg()[0]:.1f}", flush=True)
     missed = 0
     for name in parts:
         if name not in PARTS:

@@ -148,24 +148,16 @@ def _folded(key: str, text: str) -> list[str]:
 def guard_rules() -> str:
     """The guard's rules with the default thresholds, by severity."""
     from mantissa.guard import GuardConfig
+    from mantissa.guard.rules import GATE, RULES
 
-    g = GuardConfig()
-    lines = [
-        ["overflow", "steps that overflowed / steps", f"> {g.overflow_warn:.0%}", f"> {g.overflow_alert:.0%}",
-         f"> {g.overflow_fall_back:.0%}"],
-        ["loss", "mean loss above the reference's, over the same steps", f"> {g.loss_warn:.0%}", "",
-         f"> {g.loss_fall_back:.0%}"],
-        ["nonfinite", "losses that are not finite, in a row", "1", "", f"{g.nonfinite_in_a_row}"],
-        ["divergence", "mean loss over the best window's so far", "", "",
-         "off" if g.divergence is None else f"> {g.divergence:g} x"],
-        ["accuracy", "mean accuracy below the reference's, or the best window's", f"> {100 * g.accuracy_warn:g} points",
-         "", f"> {100 * g.accuracy_fall_back:g} points"],
-        ["reward", "mean reward below it, of the range of rewards", f"> {g.reward_warn:.0%}", "",
-         f"> {g.reward_fall_back:.0%}"],
-        ["speed", "reference's median step time / this run's", f"< {g.slow_warn:g} x", "", ""],
-        ["gate", "steps with a metric outside its range / steps", f"> {g.gate_warn:.0%}", f"> {g.gate_alert:.0%}", ""],
-    ]  # fmt: skip
-    return table(("rule", f"over the last {g.window} steps", "warn", "alert", "fall back"), lines)
+    config = GuardConfig()
+    lines = []
+    for rule in (*RULES, GATE):
+        bounds = rule.bounds(config)
+        lines.append([rule.name, rule.what, *(bounds.get(action, "") for action in ("warn", "alert", "fall back"))])
+        if not bounds:
+            lines[-1][-1] = "off"
+    return table(("rule", f"over the last {config.window} steps", "warn", "alert", "fall back"), lines)
 
 
 def guard_settings() -> str:

@@ -182,8 +182,23 @@ def test_a_run_of_reinforcement_learning(mantissa: Mantissa, finished: Path, tmp
     assert "gate correction/ess" in table
     compared = mantissa("guard", finished, "min_steps=2", "--reference", finished)
     assert rules(compared.out)["speed"] == "1.00 x at step 2"
-    assert rules(compared.out)["loss"] == "no data: no loss there"
+    assert rules(compared.out)["loss"] == "no data: no train/loss there"
     assert rules(compared.out)["nonfinite"] == "no data: no row has train/loss"  # nor policy/loss: nothing was learned
+
+
+def test_the_worst_of_each_rule_is_the_one_nearest_to_its_bound(mantissa: Mantissa, tmp_path: Path) -> None:
+    """By hand: losses of 1, 4, 2 and 2 have the means 1, 2.5, 3 and 2 over two steps; the lowest speed is 1 / 4."""
+    losses, seconds = (1.0, 1.0, 4.0, 2.0, 2.0), (1.0, 1.0, 4.0, 4.0, 2.0)
+    rows = [row_of(n + 1, train_loss=losses[n], time_step=seconds[n]) for n in range(5)]
+    fp32 = write(tmp_path / "fp32", [row_of(n + 1, time_step=1.0, precision_format="fp32") for n in range(5)], None)
+    result = mantissa("guard", write(tmp_path / "run", rows, None), "--reference", fp32, "window=2", "divergence=5",
+                      "loss_warn=9", "loss_fall_back=9")  # fmt: skip
+    table = rules(result.out)
+    assert table["divergence"] == "3 (best 1) at step 4"
+    assert table["speed"] == "0.25 x at step 4"
+    assert table["loss"] == "+200.0% at step 4"
+    assert "fall back above 5 times" in result.out
+    assert "warn at 1 in a row, fall back at 2 in a row" in result.out
 
 
 def test_a_gate_that_was_open_too_often(mantissa: Mantissa, tmp_path: Path) -> None:

@@ -313,3 +313,55 @@ def test_one_sequence_of_sums_counts_beside_healthy_ones_alone() -> None:
     ]
     found = examine(dumps.dump_of(broken, rollout_format="bf16", learner_format="bf16", experts=False))
     assert found.fault is None or found.fault.name != "summed", found.headline
+
+
+def test_values_that_hardly_differ_are_no_means_of_others() -> None:
+    """An entropy in place of log-probs: among nearly equal values each order of them fits a running mean."""
+    draw = np.random.default_rng(0)
+    rows = [
+        Scored(draw.integers(0, 700, 33), 1, draw.normal(-5.3, 0.4, 32), draw.normal(-5.1, 1.5, 32), np.ones(32, bool))
+        for _ in range(32)
+    ]
+    found = examine(dumps.dump_of(rows, experts=False))
+    assert found.fault is None or found.fault.name != "summed", found.headline
+    means = [dataclasses.replace(s, rollout_logp=np.cumsum(s.learner_logp) / np.arange(1, 33)) for s in rows]
+    found = examine(dumps.dump_of(means, experts=False))
+    assert found.fault is not None, found.headline
+    assert found.fault.name == "summed", found.headline
+
+
+def test_a_nucleus_is_no_clipped_difference() -> None:
+    """Its tokens share -log p at most, and many that much to within a rare word's own probability."""
+    draw = np.random.default_rng(0)
+    rows = []
+    for s in SIZES["small"]:
+        kept = s.learner_logp - np.log(0.8 + draw.exponential(0.001, len(s.mask)))
+        rows.append(dataclasses.replace(s, rollout_logp=np.minimum(kept, 0.0)))
+    found = examine(dumps.dump_of(rows, rollout_format="fp32", learner_format="fp32", experts=False))
+    assert found.fault is None or found.fault.name != "clipped_gap", found.headline
+
+
+def test_no_number_at_certain_tokens_alone_may_be_an_overflow() -> None:
+    """A sum of exponentials in a half has none where a logit is largest; by chance it is no sign."""
+    sure = np.sort(np.concatenate([s.rollout_logp for s in SIZES["large"]]))[-40]
+    found = answer("large", lambda x: np.where(x > sure - 0.001, np.nan, x))
+    assert found.fault is not None, found.headline
+    assert (found.fault.name, found.fault.also) == ("nonfinite", ("unscored",)), found.headline
+    draw = np.random.default_rng(0)
+    found = answer("large", lambda x: np.where(draw.random(len(x)) < 0.01, np.nan, x))
+    assert found.fault is not None, found.headline
+    assert (found.fault.name, found.fault.also) == ("unscored", ()), found.headline
+
+
+def test_a_bias_on_few_words_is_no_likeliest_token() -> None:
+    """All other words are a little below, which a likeliest token's log-prob never is."""
+    draw, words, rows = np.random.default_rng(0), 300, []
+    for _ in range(96):
+        z = draw.normal(0, 2.0, (32, words))
+        x, y = (each - np.logaddexp.reduce(each, 1)[:, None] for each in (z + 3.0 * (np.arange(words) < 4), z))
+        tokens = (x + draw.gumbel(size=x.shape)).argmax(1)
+        x, y = x[np.arange(32), tokens], y[np.arange(32), tokens]
+        rows.append(Scored(np.append(1, tokens), 1, x, y, np.ones(32, bool)))
+    found = examine(dumps.dump_of(rows, rollout_format="bf16", learner_format="bf16", experts=False))
+    assert found.fault is not None, found.headline
+    assert found.fault.name == "logit_bias", found.headline

@@ -114,3 +114,16 @@ def test_what_begins_with_a_second_turn_is_at_no_position() -> None:
     found = examine(dumps.dump_of([talk(n, s) for n, s in enumerate(dumps.healthy(16, 4, 32))]))
     names = [each.name for each in (found.fault, found.second) if each is not None]
     assert not {"position", "onset"} & set(names), found.headline
+
+
+def test_a_place_of_the_whole_sequence_is_no_token_of_its_own() -> None:
+    """Behind a window's end the sides differ, wherever the response began."""
+    draw, rows = np.random.default_rng(0), []
+    for s in dumps.healthy(16, 4, 32, size=0.002):
+        prompt = int(draw.integers(4, 24))
+        tokens = np.concatenate([np.arange(prompt), s.tokens[s.prompt_length :]])
+        behind = np.arange(len(s.mask)) + prompt >= 30
+        moved = s.learner_logp + behind * draw.normal(0, 0.06, len(s.mask)) * -np.expm1(s.learner_logp)
+        rows.append(dataclasses.replace(s, tokens=tokens, prompt_length=prompt, learner_logp=moved))
+    found = examine(dumps.dump_of(rows, rollout_format="bf16", learner_format="bf16", experts=False))
+    assert found.fault is None or found.fault.name != "mid_sequence", found.headline

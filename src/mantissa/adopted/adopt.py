@@ -15,7 +15,7 @@ from mantissa.adopted import attention as attentions
 from mantissa.adopted.census import LENGTH, census, compare, drawn, read
 from mantissa.adopted.recurrence import Replaced, replaced, replacements
 from mantissa.adopted.route import RUNNING, Routed, check_layers
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, on_failure
 from mantissa.kernels import ExactPlan, ModelShapes, ResolvedRole, plan_exact, resolve
 from mantissa.precision import BF16, FP16, FP32, NumberFormat, PrecisionPolicy, format_named
 
@@ -271,16 +271,13 @@ def adopt(
     vocabulary, longest = root.config.get_text_config().vocab_size, _longest(root, length)
     tokens = drawn(vocabulary, min(LENGTH, longest)).to(device)
     adopted._take(root)
-    try:
+    with on_failure(adopted.release):
         _read(root, adopted, tokens)
         mode.plans = {} if gpu else _plans(mode, role, vocabulary, longest) if plans is None else dict(plans)
         mode.length = longest if gpu else mode.plan.length
         counted = census(root, mode, tokens[:, : min(40, tokens.shape[1])])
         planned = ["products, sums and attention: Triton's, in one order for any number of rows"]
         adopted.lines += [*(planned if gpu else mode.plan.lines()), counted, compare(root, tokens)]
-    except BaseException:
-        adopted.release()
-        raise
     return adopted
 
 
@@ -294,7 +291,7 @@ def _read(root: nn.Module, adopted: Adopted, tokens: Tensor) -> None:
         read(root, tokens[:, : min(40, tokens.shape[1])])
     except MantissaError:
         raise
-    except Exception as error:
+    except Exception as error:  # the model's own code, which may expect other arguments than tokens
         raise MantissaError(f"adopt: {type(root).__name__} does not run on a batch of tokens: {error}") from error
 
 

@@ -50,7 +50,7 @@ def boundary(where: object, advice: str) -> Iterator[None]:
         yield
     except (MantissaError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException as error:
+    except BaseException as error:  # every kind: that is what it is for
         if isinstance(error, ModuleNotFoundError) and (lacking := missing(error)) is not None:
             raise lacking from None
         raise MantissaError(f"{where}: {describe_error(error)}; {advice}") from error

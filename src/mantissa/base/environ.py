@@ -26,15 +26,14 @@ mistake that is easily made. Measured again, it costs 4-8% alone, and less gain 
 from __future__ import annotations
 
 import ctypes
-import functools
+import itertools
 import os
 import platform
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 LAUNCHER = "MANTISSA_LAUNCHER"  # the process id of ``mantissa train``, for the ranks that it started
 STORE = "MANTISSA_STORE"  # the file through which the ranks find each other
@@ -191,26 +190,22 @@ def crowded(threads: int, processes: int = 1) -> str | None:
     )
 
 
-@functools.cache
-def _info() -> dict[str, str]:
-    """The first processor's entries of ``/proc/cpuinfo``."""
-    info = Path("/proc/cpuinfo")
-    text = info.read_text().partition("\n\n")[0] if info.is_file() else ""
-    pairs = (line.partition(":") for line in text.splitlines())
-    return {name.strip(): value.strip() for name, _, value in pairs}
+def processor(info: Iterable[str]) -> tuple[str, str]:
+    """Of the lines of ``/proc/cpuinfo``, the first processor's: its name with family, model and stepping (one name is
+    given to several generations), or the architecture where the system does not tell; and which of the instructions
+    that numbers and times depend on it has, whatever a variable holds back."""
+    pairs = (line.partition(":") for line in itertools.takewhile(str.strip, info))
+    found = {name.strip(): value.strip() for name, _, value in pairs}
+    name = found.get("model name") or platform.machine()
+    numbers = [f"{what} {found[key]}" for key, what in
+               (("cpu family", "family"), ("model", "model"), ("stepping", "stepping")) if key in found]  # fmt: skip
+    there = (found.get("flags") or found.get("Features") or "").split()
+    flags = " ".join(flag for flag in _FLAGS if flag in there)
+    return f"{name} ({', '.join(numbers)})" if numbers else name, flags
 
 
-def cpu_model() -> str:
-    """The processor's name with family, model and stepping (one name is given to several generations), or its
-    architecture where the system does not tell."""
-    info = _info()
-    name = info.get("model name") or platform.processor() or platform.machine()
-    numbers = [f"{what} {info[key]}" for key, what in
-               (("cpu family", "family"), ("model", "model"), ("stepping", "stepping")) if key in info]  # fmt: skip
-    return f"{name} ({', '.join(numbers)})" if numbers else name
-
-
-def cpu_flags() -> str:
-    """Which of the instructions that numbers and times depend on the processor has, whatever a variable holds back."""
-    there = (_info().get("flags") or _info().get("Features") or "").split()
-    return " ".join(flag for flag in _FLAGS if flag in there)
+try:
+    with open("/proc/cpuinfo") as _info:
+        CPU_MODEL, CPU_FLAGS = processor(_info)
+except OSError:  # of Linux alone
+    CPU_MODEL, CPU_FLAGS = processor(())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import IO, ClassVar
 
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
@@ -23,6 +24,16 @@ class MantissaError(ValueError):
 
     def __init__(self, message: object = "") -> None:
         super().__init__(printable(str(message)))
+
+
+@contextmanager
+def on_failure(undo: Callable[[], object]) -> Iterator[None]:
+    """Call ``undo`` where the block ends by an exception of any kind, also Ctrl-C, which then goes on."""
+    try:
+        yield
+    except BaseException:  # none is kept
+        undo()
+        raise
 
 
 def printable(text: str) -> str:

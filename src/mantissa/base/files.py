@@ -60,7 +60,7 @@ from mantissa.base.bounds import (
     require_size,
     whole_text,
 )
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, on_failure
 from mantissa.base.readers.json import ROW, parse_json
 
 DIGESTS = "digests.json"  # in a folder: the SHA-256 of each of its other files
@@ -151,13 +151,8 @@ class Reserve:
         """Hold ``size`` bytes, or what is held where that is more. ``MantissaError`` where there is no such room."""
         if self._path.is_file() and self._path.stat().st_size >= size:
             return
-        with disk_errors(self._what):
-            try:
-                with open_own(self._path) as file:
-                    os.posix_fallocate(file.fileno(), 0, size)
-            except BaseException:
-                self.release()
-                raise
+        with disk_errors(self._what), on_failure(self.release), open_own(self._path) as file:
+            os.posix_fallocate(file.fileno(), 0, size)
 
     def release(self) -> bool:
         """Give the room back; whether there was any."""
@@ -261,13 +256,10 @@ def atomic_file(path: Path | str) -> Iterator[Path]:
     path = Path(path)
     temporary = temporary_beside(path)
     with disk_errors(path):
-        try:
+        with on_failure(lambda: temporary.unlink(missing_ok=True)):
             yield temporary
             fsync(temporary)
             os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
         fsync(path.parent)
 
 

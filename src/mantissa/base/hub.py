@@ -71,7 +71,7 @@ def cached(name: str) -> Path | None:
         return None
     try:
         return Path(snapshot_download(name, allow_patterns=[*_SETTINGS, "*.safetensors"], local_files_only=True))
-    except Exception:  # noqa: BLE001 - foreign code; whatever the reason, there is no copy to use
+    except (OSError, ValueError):  # the hub's errors for what is not here, and for what is no name, are these
         return None
 
 

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mantissa.base.environ import cpu_flags, cpu_model
+from mantissa.base.environ import CPU_FLAGS, CPU_MODEL
 from mantissa.base.version import __version__
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -96,8 +96,8 @@ def stamp(device: str = "cpu") -> dict[str, Any]:
 
     cuda = torch.device(device).type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(device) if cuda else cpu_model(),
-        "cpu_flags": cpu_flags(),
+        "device": torch.cuda.get_device_name(device) if cuda else CPU_MODEL,
+        "cpu_flags": CPU_FLAGS,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "settings": _SET,
         "threads": torch.get_num_threads(),

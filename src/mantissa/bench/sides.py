@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, on_failure
 from mantissa.base.seeds import derive_seed
 from mantissa.bench import certificate as made_of
 from mantissa.bench.certificate import hexed, unhexed
@@ -236,11 +236,8 @@ def open_sides(opened: Opened, asked: Asked, longest: int, device: torch.device)
     else:
         sides = _native(opened, asked, longest, device, optimizer, how)
     sides.learner.reuse_scoring = False  # the update makes a forward of its own
-    try:
+    with on_failure(sides.close):
         sides.engine.sync(sides.learner.weights, 0)
-    except BaseException:
-        sides.close()
-        raise
     return sides
 
 

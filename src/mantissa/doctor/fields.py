@@ -15,9 +15,11 @@ from mantissa.doctor.chances import binomial_above, poisson_above
 from mantissa.doctor.diagnosis import Finding
 from mantissa.doctor.dump import Dump, Scored
 from mantissa.doctor.evidence import Evidence, few
-from mantissa.doctor.facts import CERTAIN, ENOUGH, FAR, FEWEST, FEWEST_CERTAIN, LONG, ONE_NUMBER, SAME, TWICE, of
+from mantissa.doctor.facts import CERTAIN, ENOUGH, FAR, FEWEST, FEWEST_CERTAIN, LEVEL, LONG, ONE_NUMBER, SAME, TWICE, of
 from mantissa.doctor.sample import SIDES, Array, Tokens, different, tested, tokens_of
 from mantissa.doctor.values import line
+
+_ORDERS = 8  # of a side's values, that a sum is compared with
 
 
 def repeated(e: Evidence, tests: int) -> Finding:
@@ -57,24 +59,38 @@ def summed(e: Evidence, tests: int) -> Finding:
         return few("summed", int(long.sum()))
     best, said, rest = 0, "no side's are sums of the other's", t.d
     for side, own, other in ((0, t.x, t.y), (1, t.y, t.x)):
-        # A sum has the errors of all its parts; by their roots, for errors of two tokens are not of one sign.
-        noise, step = 4 * e.usual, _steps(first, count)
-        plain = np.abs(own - other) < noise + b.near * np.abs(other)
-        for name, (made, parts) in _sums(other, first, count, step).items():
-            room = noise * np.sqrt(parts) + b.near * np.abs(made)
-            fits, telling = np.abs(own - made) < room, np.abs(made - other) > room
-            told = np.add.reduceat(telling, first)
-            hit = long & (told >= b.tokens) & (np.add.reduceat(fits & telling, first) >= b.fits * told)
-            hit &= np.add.reduceat(fits, first) - np.add.reduceat(plain, first) > b.better * count
+        for name, (made, parts) in _sums(other, first, count, _steps(first, count)).items():
+            # A sum has the errors of all its parts; by their roots, for errors of two tokens are not of one sign.
+            room = 4 * e.usual * np.sqrt(parts) + b.near * np.abs(made)
+            plain = np.abs(own - other) < 4 * e.usual + b.near * np.abs(other)
+            telling = np.abs(made - other) > room
+            hit = long & _are_sums(np.abs(own - made) < room, telling, plain, first, count)
             # Of a broken model one sequence may be such a sum by chance: a single one counts beside healthy ones.
             alone = hit.sum() == 1 and t.where(~np.repeat(hit, count)).size > e.usual
-            if hit.sum() > best and not alone:
+            if hit.sum() <= best or alone:
+                continue
+            # Values that hardly differ from one another fit in any order, a sum in its own alone.
+            draw, chance = np.random.default_rng(0), 0
+            for _ in range(_ORDERS):
+                mixed = own[np.lexsort((draw.random(len(own)), t.sequence))]
+                chance += int((long & _are_sums(np.abs(mixed - made) < room, telling, plain, first, count)).sum())
+            p = binomial_above(int(hit.sum()) - 1, int(long.sum()), chance / (_ORDERS * int(long.sum())))
+            if p < LEVEL / tests:
                 best, rest = int(hit.sum()), np.where(np.repeat(hit, count), 0.0, t.d)
                 said = (
                     f"the {SIDES[side]}'s are {name} of the other side's log-probs, in {best} of {long.sum()} sequences"
                 )
     share = best / int(long.sum())
     return Finding("summed", True, 0.0 if best else 1.0, share, "of sequences", b.fits, said, exact=True, rest=rest)
+
+
+def _are_sums(fits: Array, telling: Array, plain: Array, first: Array, count: Array) -> Array:
+    """bool [S]: sequences whose tokens that tell sum from log-prob fit the sum, and that fit it far better as a whole.
+    bool [N] each: what fits the sum, what tells it from the other side's own, what is that."""
+    b, told = of("summed"), np.add.reduceat(telling, first)
+    hit = (told >= b.tokens) & (np.add.reduceat(fits & telling, first) >= b.fits * told)
+    better: Array = hit & (np.add.reduceat(fits, first) - np.add.reduceat(plain, first) > b.better * count)
+    return better
 
 
 def clipped_gap(e: Evidence, tests: int) -> Finding:
@@ -85,8 +101,11 @@ def clipped_gap(e: Evidence, tests: int) -> Finding:
         bits = 4 * np.finfo(np.float32).eps * np.maximum(np.abs(t.x), np.abs(t.y))
         for sign in (1.0, -1.0):
             most = float((sign * t.d).max())
-            here = (np.abs(sign * t.d - most) <= bits + b.near * most) & (bits < b.bits * most)
-            some = here.sum() >= max(b.fewest, b.share * len(t.d)) and different(t.unit[here]) >= b.units
+            beside = most - sign * t.d - bits
+            here = (beside <= b.near * most) & (bits < b.bits * most)
+            # A tail that ends at a bound is no denser there: a nucleus of p leaves differences up to -log p.
+            tail = (beside > b.near * most) & (beside <= b.beside * b.near * most)
+            some = here.sum() >= max(b.fewest, b.share * len(t.d), tail.sum()) and different(t.unit[here]) >= b.units
             if most > b.least * e.usual and most > SAME and some:
                 ends.append(f"{sign * most:+.3g} at {int(here.sum()):,} tokens")
                 where |= here

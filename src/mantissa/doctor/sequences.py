@@ -317,8 +317,12 @@ def mid_sequence(e: Evidence, tests: int) -> Finding:
     sizes = [float(np.median(np.abs(t.u[each]))) / 0.6745 if each.any() else 0.0 for each in (smaller, larger)]
     times = sizes[1] / max(sizes[0], e.usual / 300)
     spread = float(np.std(places[hit, way] / count[long][hit])) if hit.any() else 0.0
+    # From one place of the whole sequence on (a window's end) it is no token of their own either.
+    prompts = np.array([each.prompt_length for each in e.dump.sequences])[long][hit]
+    at = np.array([t.position[rows[n][places[n, way]]] for n in np.flatnonzero(hit)], dtype=np.int64) + prompts
+    own = spread > b.spread and bool((np.abs(at - np.median(at)) > b.near).mean() > b.own)
     holds = hit.sum() >= max(b.fewest[0], b.fewest[1] * len(long)) and times > b.times and sizes[0] <= e.usual
-    holds = holds and spread > b.spread and sizes[1] > MATTERS * e.usual
+    holds = holds and own and sizes[1] > MATTERS * e.usual
     holds = holds and (sizes[1] > e.usual or times > b.clearly or not tokens_fly(e))
     x, y = t.x[larger], t.y[larger]
     together = float(np.corrcoef(x, y)[0, 1]) if len(x) > 2 and x.std() and y.std() else 0.0

@@ -50,13 +50,29 @@ def not_logprobs(e: Evidence, tests: int) -> Finding:
 
 
 def nonfinite(e: Evidence, tests: int) -> Finding:
-    """No number on one side to the sequence's end: in a causal model a NaN goes on into all that follows."""
+    """No number on one side to the sequence's end: in a causal model a NaN goes on into all that follows. Or none at
+    certain tokens alone: the sum of exponentials overflows where a logit is largest."""
     one = (e.there[0] != e.there[1]) & ~_cut_away(e) & ~e.filled.where.any(0)
     like, _ = _runs(e, one)
-    share = float((one & like).mean())
-    sides = [float((~there & one & like).mean()) for there in e.there]
+    sure = _too_large_a_sum(e, one & ~like)
+    share = float((one & (like | sure)).mean())
+    sides = [float((~there & one & (like | sure)).mean()) for there in e.there]
     said = f"the {SIDES[int(np.argmax(sides))]} has no number (NaN or infinite) for {share:.2%} of tokens"
-    return Finding("nonfinite", True, 0.0 if share > 0 else 1.0, share, "of tokens", 0.0, said, exact=True)
+    said += ", the others' most certain ones" if sure.any() else ""
+    return Finding("nonfinite", True, 0.0 if share > 0 else 1.0, share, "of tokens", 0.0, said, exact=True,
+                   also=("unscored",) if sure.any() else ())  # fmt: skip
+
+
+def _too_large_a_sum(e: Evidence, missing: Array) -> Array:
+    """bool [all]: ``missing`` where all of these are the other side's most certain tokens, of several words: a
+    log-sum-exp that overflows leaves them out. Ends are certain too, and left out for another reason."""
+    b, other = of("cut_off"), np.where(e.there[0], e.all.x, np.where(e.there[1], e.all.y, 0.0))
+    both = e.there.all(0)
+    if missing.sum() < b.fewest or both.sum() < b.fewest or _of_word(e, missing) or _everywhere(e, missing).any():
+        return np.zeros_like(missing)
+    rank = np.searchsorted(np.sort(other[both]), other[missing]).mean() / both.sum()
+    ends = float((e.all.left[missing] == 0).mean())
+    return missing & bool((other[missing] > LIKELIEST).all() and rank > 1 - b.rank and ends < of("unscored").ends)
 
 
 def _runs(e: Evidence, missing: Array) -> tuple[Array, Array]:
@@ -125,6 +141,7 @@ def unscored(e: Evidence, tests: int, name: str = "unscored") -> Finding:
     one = e.one_sided & ~_cut_away(e)
     overflow, _ = _runs(e, (e.there[0] != e.there[1]) & ~_cut_away(e) & ~e.filled.where.any(0))
     one = one & ~overflow
+    one = one & ~_too_large_a_sum(e, one & (e.there[0] != e.there[1]) & ~e.filled.where.any(0))
     share = float(one.mean()) if len(one) else 0.0
     last = float((e.all.left[one] == 0).mean()) if share else 0.0
     there = share > 0 and (last >= of("unscored").last) == (name == "end_token") and not _unnormalised(e)[0]

@@ -25,7 +25,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, on_failure
 from mantissa.base.files import JsonLines
 from mantissa.dropin.window import (
     HeldScheduler,
@@ -253,7 +253,7 @@ class MantissaTrainerMixin:
             window.go_on()
         micro = Micro(partial(self._micro, model, inputs, num_items_in_batch))
         window.micros.append(micro)
-        try:
+        with on_failure(lambda: window.micros.clear()):  # a list of its own after each step
             if not cast(Any, self).accelerator.sync_gradients:
                 micro.run(window.scale(), last=True)  # Trainer has arranged what is exchanged at a first pass
             else:
@@ -262,9 +262,6 @@ class MantissaTrainerMixin:
                 outcome = window.close()
                 self._counts.update({name: outcome.row()[name] for name in _COUNTED})
                 self._saved.numbers = window.step.state_dict() | {"format": self.precision.active.name}
-        except BaseException:
-            window.micros = []
-            raise
         return mean_loss([micro])
 
     def _micro(self, model: nn.Module, inputs: Any, items: Any, scale: float, last: bool) -> Tensor:

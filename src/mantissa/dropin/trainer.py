@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.base.bounds import boundary, count
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, on_failure
 from mantissa.base.ranks import Ranks, forget_unsent, shard_like, synchronising, unwrapped, whole
 from mantissa.dropin.checks import (
     check_accumulate,
@@ -279,7 +279,7 @@ class PrecisionTrainer:
         if not self.accumulated:
             return None
         repeatable = all(micro.repeatable for micro in self._window.micros)
-        try:
+        with on_failure(self.abandon):
             if not repeatable and not self.ranks.alone:
                 raise MantissaError(
                     "flush() cannot compute batches of forward_loss() again, and on several ranks their gradients "
@@ -288,9 +288,6 @@ class PrecisionTrainer:
             if repeatable:
                 forget_unsent(self.model)
             return self._turn(afresh=repeatable)
-        except BaseException:
-            self.abandon()
-            raise
 
     def forward_loss(self, batch: Any, loss_fn: LossFunction) -> Tensor:
         """The loss of a batch with its graph, fp32: the first half of ``step``, for loops that call backward apart."""
@@ -366,14 +363,11 @@ class PrecisionTrainer:
         with boundary("checkpoint", "it is damaged; load another one"):
             was = (state["precision"] or {}).get("active")
         before = self._in_use
-        try:
+        with on_failure(lambda: self._take(before)):
             if self._watch is not None and was == self._watch.to != self.precision.active.name:
                 self.say(f"guard: this run fell back to {was} before: going on in {was}")
                 self._switch(was)
             extra = self._restore(state)
-        except BaseException:
-            self._take(before)
-            raise
         if self._watch is not None:
             self._watch.resumed(self.steps, self.updates)
         return extra
@@ -432,15 +426,12 @@ class PrecisionTrainer:
         """Take one more micro-batch, and where it fills the window the optimiser's turn. ``loss_of``: for the probe."""
         full = self._is_last
         self._window.micros.append(micro)
-        try:
+        with on_failure(self.abandon):
             if full:
                 self._probe(loss_of, micro.weight)
                 return self._turn()
             micro.run(self._window.scale(), last=False)
             return StepOutcome("accumulated", 0, float("nan"), self.scaler.scale, float("nan"), 0.0, micro.loss)
-        except BaseException:
-            self.abandon()
-            raise
 
     def _turn(self, afresh: bool = False) -> StepOutcome:
         weight = sum(micro.weight for micro in self._window.micros)

@@ -30,7 +30,7 @@ import torch
 
 from mantissa.adopted import Adopted
 from mantissa.adopted import adopt as adopted_model
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, on_failure
 from mantissa.base.tensors import Digest, digest
 from mantissa.doctor.dump import routes
 from mantissa.doctor.gate import Gate
@@ -64,12 +64,8 @@ def adopt(trainer: Any, precision: str | None = None, length: int | None = None)
     own = getattr(trainer.model, "get_base_model", None)  # peft's
     model = trainer.model if own is None else own()
     fused = vars(model).pop("forward", None)
-    try:
+    with on_failure(lambda: vars(model).update({} if fused is None else {"forward": fused})):
         adopted = adopted_model(model, precision, length)
-    except BaseException:
-        if fused is not None:
-            model.forward = fused
-        raise
     if fused is not None:
         model.forward = types.MethodType(_with_log_probs(type(model).forward, args.temperature), model)
     return adopted

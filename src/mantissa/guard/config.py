@@ -104,8 +104,9 @@ class GuardConfig(Section):
     @model_validator(mode="after")
     def _rising(self) -> Self:
         """Thresholds of one rule: none below a milder one."""
-        for rule in ("overflow", "gate", "loss", *DROPS):
-            names = [f"{rule}_{level}" for level in ("warn", "alert", "fall_back") if hasattr(self, f"{rule}_{level}")]
+        fields = type(self).model_fields
+        for rule in (name.removesuffix("_warn") for name in fields if name.endswith("_warn")):
+            names = [name for level in ("warn", "alert", "fall_back") if (name := f"{rule}_{level}") in fields]
             for milder, name in itertools.pairwise(names):
                 least, value = getattr(self, milder), getattr(self, name)
                 if value < least:

@@ -3,10 +3,8 @@ decisions made again from them: with which settings, what each rule had to go by
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +15,9 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.files import JsonLines, write_atomically
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.base.readers.json import read_json
-from mantissa.guard.config import DROPS, GuardConfig, ReferenceRun
-from mantissa.guard.rules import GATE, RULES, Action, Decision, Guard, Rule, noteworthy, severity
-from mantissa.mismatch.tables import ALL_METRICS, Metric
+from mantissa.guard.config import GuardConfig, ReferenceRun
+from mantissa.guard.rules import Action, Decision, Guard, Rule, noteworthy, severity
+from mantissa.mismatch.tables import ALL_METRICS
 from mantissa.runs.health import expected_in, metric_of
 
 FORMAT = "mantissa-guard"
@@ -206,9 +204,6 @@ class Judge:
                 self.guard.observe(row)
 
 
-_NO_LOSS = "no data: no row has train/loss"
-
-
 Plain = dict[str, Any]
 
 
@@ -258,7 +253,7 @@ def _reference(settings: GuardSettings, config: GuardConfig, given: Path | None)
 
 def refuse_unjudged(run: Path, rows: Sequence[dict[str, Any]], guard: Guard) -> None:
     """Raise ``MantissaError`` for rows that hold nothing the guard goes by."""
-    known = {"train/loss", *DROPS.values(), "precision/overflows", "time/step", *guard.config.gates}
+    known = {name for rule in guard.rules for name in rule.needs}
     if not any(known & row.keys() for row in rows):
         raise MantissaError(
             f"{run}: no row has train/loss, precision/overflows, time/step or a metric with a gate; expected the "
@@ -277,59 +272,35 @@ def rules(
     rows: Sequence[dict[str, Any]], decisions: Sequence[Decision], guard: Guard
 ) -> Iterator[tuple[str, str, str]]:
     """For each rule: the worst that it saw, or why it saw nothing; and where it fires."""
-    config, reference = guard.config, guard.reference
     logged = Counter(name for row in rows for name, value in row.items() if value is not None)
-
-    def worst(rule: Rule, gate: str = "") -> str:
-        """The worst value of a rule's figure with its step, or what was missing."""
-        figure, needs = rule.figure.format(gate), rule.needs.format(gate)
-        seen = [(d.numbers[figure], d.step) for d in decisions if figure in d.numbers]
-        if not logged[needs]:
-            return f"no data: no row has {needs}"
-        if not seen:
-            return f"too few steps: {logged[needs]} with {needs}, {config.enough} are needed"
-        value, step = rule.worst(seen, key=lambda pair: pair[0])
-        return f"{rule.show.format(value) if math.isfinite(value) else f'{value:g}'} at step {step}"
-
-    no_loss = "" if logged["train/loss"] else _NO_LOSS
-    if no_loss and logged["policy/loss"]:
-        no_loss += " (of policy/loss only whether it is finite: batches of RL have no common scale)"
-
-    def seen_by(rule: Rule) -> str:
-        if rule.name == "nonfinite":
-            judged = "train/loss" if logged["train/loss"] else "policy/loss"
-            if any(decision.numbers[rule.figure] for decision in decisions):
-                return worst(dataclasses.replace(rule, needs=judged))
-            return "all are finite" if logged[judged] else _NO_LOSS
-        if rule.name == "divergence":
-            return no_loss or (_divergence(decisions, config.enough) if config.divergence else "off")
-        if rule.name in ("loss", "speed"):
-            if reference is None:
-                return "no data: no reference"
-            if rule.name == "loss":
-                return (no_loss or worst(rule)) if reference.loss else "no data: no loss there"
-            return worst(rule) if reference.seconds else "no data: no time/step there"
-        return worst(rule)
-
-    for rule in RULES:
-        if rule is not GATE and (rule.name not in DROPS or logged[rule.needs]):
-            yield rule.name, seen_by(rule), rule.thresholds(config)
-    measured = [name for name in config.gates if logged[name]]
-    for name in measured:
-        healthy = Metric(name, "", "", config.gates[name]).healthy_text
-        yield f"gate {name}", worst(GATE, name), f"healthy {healthy}; {GATE.thresholds(config)}"
-    if len(measured) < len(config.gates):
-        yield f"{len(config.gates) - len(measured)} more gates", "no data: no row has their metrics", ""
-    elif not config.gates:
+    shown = [rule for rule in guard.rules if not rule.optional or any(logged[name] for name in rule.needs)]
+    for rule in shown:
+        bounds = rule.note + ", ".join(f"{action} {bound}" for action, bound in rule.bounds(guard.config).items())
+        yield f"{rule.name} {rule.of}".rstrip(), _seen(rule, logged, decisions, guard), bounds
+    unseen = len(guard.config.gates) - sum(bool(rule.of) for rule in shown)
+    if unseen:
+        yield f"{unseen} more gates", "no data: no row has their metrics", ""
+    elif not guard.config.gates:
         yield "gate", "none is set", ""
 
 
-def _divergence(decisions: Sequence[Decision], enough: int) -> str:
-    seen = [d for d in decisions if "best_loss_mean" in d.numbers]
+def _seen(rule: Rule, logged: Counter[str], decisions: Sequence[Decision], guard: Guard) -> str:
+    """The worst value of a rule's figure with its step, or what was missing."""
+    metric = next((name for name in rule.needs if logged[name]), "")
+    if not rule.levels(guard.config):
+        return "off"
+    if rule.compared and guard.reference is None:
+        return "no data: no reference"
+    if rule.compared and not getattr(guard.reference, rule.compared):
+        return f"no data: no {rule.needs[0]} there"
+    if not metric:
+        return f"no data: no row has {rule.needs[0]}"
+    seen = [decision for decision in decisions if rule.figure in decision.numbers]
     if not seen:
-        return f"too few steps: {enough} are needed"
-    worst = max(seen, key=lambda d: d.numbers["loss_mean"] - d.numbers["best_loss_mean"])
-    return f"{worst.numbers['loss_mean']:.4g} at step {worst.step}, best {worst.numbers['best_loss_mean']:.4g}"
+        return f"too few steps: {logged[metric]} with {metric}, {guard.config.enough} are needed"
+    worst = max(seen, key=lambda each: rule.height(each.numbers) if rule.height else each.numbers[rule.figure])
+    value = worst.numbers[rule.figure]
+    return f"{rule.show.format(value, **worst.numbers)} at step {worst.step}" if value or not rule.zero else rule.zero
 
 
 def compared(logged: Sequence[Decision], decisions: Sequence[Decision]) -> tuple[bool, str]:

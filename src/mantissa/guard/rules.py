@@ -2,17 +2,7 @@
 
 A run in fp16 can fail in ways that its own loop does not see: it overflows so often that little is learned, its loss
 drifts from that of the same run in fp32, it is slower than fp32 would be. What is tolerable is decided before the run,
-as thresholds; the guard holds each step's row against them:
-
-    rule        over the window                                            says
-    nonfinite   losses that are not finite, in a row                       warn (the first), fall back
-    overflow    steps that overflowed / steps                              warn, alert, fall back
-    loss        mean loss above the reference's, over the same steps       warn, fall back
-    divergence  mean loss above the best mean so far (off by default)      fall back
-    accuracy    mean accuracy below the reference's, or the best mean      warn, fall back
-    reward      mean reward below it, as a share of the rewards' range     warn, fall back
-    speed       reference's median time of a step / this run's             warn
-    gate        steps with a metric outside its healthy range / steps      warn, alert
+as thresholds; the guard holds each step's row against them, by the table ``RULES``.
 
 The most severe action wins and every reason is kept. *Fall back* means: load the last good checkpoint and go on in a
 wider format. The guard does none of that itself; it decides, and then forgets its window, since the steps in it led to
@@ -25,16 +15,18 @@ accuracy and reward are its measure, as the rows of a trainer know neither.
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from mantissa.base.bounds import outside
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import Row
 from mantissa.guard.config import DROPS, GuardConfig, ReferenceRun, figure, finite_loss, mean
+from mantissa.mismatch.tables import Metric
 
 Action = Literal["ok", "warn", "alert", "fall back", "stop"]
 ACTIONS: tuple[Action, ...] = get_args(Action)  # in the order of severity
@@ -88,13 +80,7 @@ class _Seen:
     theirs: dict[str, float]
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What a rule says, and why."""
-
-    action: Action
-    rule: str
-    why: str
+Finding = tuple[Action, "Rule", str]  # what a rule says, and why
 
 
 class Guard:
@@ -117,6 +103,7 @@ class Guard:
         if reference is None and self.config.reference is not None:
             reference = ReferenceRun.read(self.config.reference)
         self.reference = reference
+        self.rules = (*RULES, *(_gate(*each) for each in self.config.gates.items()))
         self.fall_backs = 0
         self._last_step: int | None = None
         self._quiet: int | None = None  # steps since the last trouble; None: there was none yet
@@ -139,8 +126,7 @@ class Guard:
         """Whether a checkpoint written now may be called the last good one.
 
         True before the first step and until trouble is seen; after trouble, when ``good_after`` steps were free of it.
-        Trouble: a loss that is not finite, one above the reference's by ``loss_warn``, accuracy or reward lower by what
-        warns, an alert, or worse.
+        Trouble: an alert or worse, and a warning of the rules that are marked so.
         """
         return self._quiet is None or self._quiet >= self.config.good_after
 
@@ -158,10 +144,10 @@ class Guard:
         if len(self._window) > self.config.window:
             self._count(self._window.popleft(), -1)
         numbers: dict[str, float] = {"steps": len(self._window)}
-        findings = [finding for rule in RULES for finding in rule.measure(self, rule, numbers)]
+        findings = [found for rule in self.rules if (found := rule.finding(self, numbers)) is not None]
         numbers["fall_backs"] = self.fall_backs
         decision = self._decide(step, row.get("precision/format"), findings, numbers)
-        self._remember(decision)
+        self._remember(decision, any(rule.spoils for _, rule, _ in findings))
         return decision
 
     def _look(self, step: int, row: Mapping[str, Any]) -> _Seen:
@@ -192,9 +178,9 @@ class Guard:
         return _Seen(ours, {name: known[at] for name, known in theirs.items() if name in ours and at in known})
 
     def _decide(self, step: int, fmt: object, findings: list[Finding], numbers: dict[str, float]) -> Decision:
-        findings = sorted(findings, key=lambda finding: -severity(finding.action))  # stable: rules keep their order
-        action: Action = findings[0].action if findings else "ok"
-        reasons = tuple(f"{finding.rule}: {finding.why}" for finding in findings)
+        findings = sorted(findings, key=lambda finding: -severity(finding[0]))  # stable: rules keep their order
+        action: Action = findings[0][0] if findings else "ok"
+        reasons = tuple(f"{rule.name}: {why}" for _, rule, why in findings)
         if action == "fall back":
             used, to = self.config.max_fall_backs, self.config.to
             if isinstance(fmt, str) and set(fmt.split("/")) <= set(_AS_WIDE[to]):  # of learner and rollout, where two
@@ -204,12 +190,10 @@ class Guard:
             else:
                 why = f"to {to}, from the last good checkpoint"
             reasons = (*reasons, f"{action}: {why}")
-        return Decision(step, action, reasons, numbers, tuple(finding.rule for finding in findings))
+        return Decision(step, action, reasons, numbers, tuple(rule.name for _, rule, _ in findings))
 
-    def _remember(self, decision: Decision) -> None:
-        trouble = self._nonfinite > 0 or severity(decision.action) >= severity("alert")
-        trouble = trouble or not {"loss", *DROPS}.isdisjoint(decision.rules)
-        if trouble:
+    def _remember(self, decision: Decision, spoilt: bool) -> None:
+        if spoilt or severity(decision.action) >= severity("alert"):
             self._quiet = 0
         elif self._quiet is not None:
             self._quiet += 1
@@ -258,102 +242,107 @@ def noteworthy(decisions: Sequence[Decision]) -> list[Decision]:
     return [each for each, was in zip(decisions, before, strict=False) if not each.action == was == "ok"]
 
 
-# The rules: each adds its figures to a decision's ``numbers`` and returns what it found.
+# The rules: each writes its figures among a decision's ``numbers`` and says what is held against its bounds.
 
-Measure = Callable[["Guard", "Rule", dict[str, float]], list[Finding]]
+Level = tuple[Action, float]
+
+
+def _shares(rule: str, *actions: Action) -> Callable[[GuardConfig], list[Level]]:
+    """The bounds of a rule with a setting ``<rule>_<action>`` for each of its actions."""
+    return lambda config: [(each, getattr(config, f"{rule}_{each.replace(' ', '_')}")) for each in actions]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A line of the table of rules.
+    """A line of the table of rules, which a run's guard, a replay of its files and the documentation read alike.
 
-    ``figure``: what it goes by, among a decision's numbers, ``show``: in words; ``needs``: the metric that is made of;
-    ``worst``: of several figures, the one nearest to the threshold. ``actions``: those with a share as their threshold,
-    ``<name>_<action>`` of the settings. ``fires``: where, in words, of the other rules.
+    ``what`` it watches; ``needs``: the metrics it can go by, of which a run has one; ``measure``: what is held against
+    the bounds, and that in words, or None where there is too little. ``levels``: action and bound, the mildest first;
+    none where it is off. ``at``: a bound in words; ``beyond``: whether a value passes one; ``names_last``: a reason
+    names the last bound, not the one passed. ``spoils``: its warning is trouble already.
+
+    For a table of what a run's rules saw: ``figure``, its number in a decision; ``show``, the numbers in words, and
+    ``zero``, a figure of 0; ``height``: the highest is the worst; ``compared``: what a reference must have;
+    ``optional``: no line for a run that has none of its metrics; ``of``: what one of several rules of a name is about,
+    ``note``, and a word on that.
     """
 
     name: str
-    measure: Measure
+    what: str
+    needs: tuple[str, ...]
+    measure: Callable[[Guard, Rule, dict[str, float]], tuple[float, str] | None]
+    levels: Callable[[GuardConfig], list[Level]]
     figure: str
-    needs: str
-    show: str
-    actions: tuple[Action, ...] = ()
-    fires: Callable[[GuardConfig], str] | None = None
-    worst: Callable[..., Any] = max
+    show: str = "{:+.1%}"
+    at: str = "above {percent:g}%"
+    beyond: Callable[[float, float], bool] = operator.gt
+    names_last: bool = False
+    spoils: bool = False
+    zero: str = ""
+    height: Callable[[Mapping[str, float]], float] | None = None
+    compared: str = ""
+    optional: bool = False
+    of: str = ""
+    note: str = ""
 
-    def bounds(self, config: GuardConfig) -> list[tuple[Action, float]]:
-        """The share beyond which each action is said, the mildest first."""
-        return [(action, getattr(config, f"{self.name}_{action.replace(' ', '_')}")) for action in self.actions]
+    def bounds(self, config: GuardConfig) -> dict[Action, str]:
+        """Each action with its bound in words."""
+        return {each: self.at.format(bound, percent=100 * bound, more=1 + bound) for each, bound in self.levels(config)}
 
-    def thresholds(self, config: GuardConfig) -> str:
-        """Where it fires, in words."""
-        if self.fires is not None:
-            return self.fires(config)
-        shares = ", ".join(f"{100 * bound:g}%" for _, bound in self.bounds(config))
-        return f"{', '.join(self.actions)} above {shares}"
-
-    def highest(self, config: GuardConfig, share: float, said: str) -> list[Finding]:
-        """The most severe action beyond whose threshold the share lies, with that threshold in the reason."""
-        reached = [(action, bound) for action, bound in self.bounds(config) if share > bound]
-        return [
-            Finding(action, self.name, f"{said} ({action} above {100 * bound:g}%)") for action, bound in reached[-1:]
-        ]
-
-
-def _nonfinite(guard: Guard, rule: Rule, numbers: dict[str, float]) -> list[Finding]:
-    count, bound = guard._nonfinite, guard.config.nonfinite_in_a_row
-    numbers[rule.figure] = count
-    if count == 0:
-        return []
-    plural = "loss is" if count == 1 else "losses are"
-    why = f"the last {count} {plural} not finite ({rule.thresholds(guard.config)})"
-    return [Finding("fall back" if count >= bound else "warn", rule.name, why)]
+    def finding(self, guard: Guard, numbers: dict[str, float]) -> Finding | None:
+        """The most severe action whose bound is passed, with that bound in the reason; None where none is."""
+        measured = self.measure(guard, self, numbers)
+        passed = [each for each, at in self.levels(guard.config) if measured and self.beyond(measured[0], at)]
+        if measured is None or not passed:
+            return None
+        bounds = self.bounds(guard.config)
+        named = [*bounds][-1] if self.names_last else passed[-1]
+        return passed[-1], self, f"{measured[1]} ({named} {bounds[named]})"
 
 
-def _overflow(guard: Guard, rule: Rule, numbers: dict[str, float]) -> list[Finding]:
+def _nonfinite(guard: Guard, rule: Rule, numbers: dict[str, float]) -> tuple[float, str]:
+    count = numbers[rule.figure] = guard._nonfinite
+    return count, f"the last {count} {'loss is' if count == 1 else 'losses are'} not finite"
+
+
+def _overflow(guard: Guard, rule: Rule, numbers: dict[str, float]) -> tuple[float, str] | None:
     found = guard._share("overflowed")
     if found is None:
-        return []
-    rate, steps = found
-    numbers[rule.figure] = rate
-    return rule.highest(guard.config, rate, f"{rate:.1%} of {steps} steps overflowed")
+        return None
+    rate = numbers[rule.figure] = found[0]
+    return rate, f"{rate:.1%} of {found[1]} steps overflowed"
 
 
-def _against_reference(guard: Guard, rule: Rule, numbers: dict[str, float]) -> list[Finding]:
+def _against_reference(guard: Guard, rule: Rule, numbers: dict[str, float]) -> tuple[float, str] | None:
     found, config = guard._means("loss"), guard.config
     if found is None or guard.reference is None:
-        return []
+        return None
     ours, theirs, steps = found
     unit = max(abs(theirs), config.loss_floor * guard.reference.first_magnitude(config.enough))
     excess = _excess(ours, theirs, unit)
     numbers |= {"compared_loss_mean": ours, "reference_loss_mean": theirs, rule.figure: excess}
-    return rule.highest(
-        config, excess, f"{ours:.4g} over {steps} steps, {excess:.1%} above the reference's {theirs:.4g}"
-    )
+    return excess, f"{ours:.4g} over {steps} steps, {excess:.1%} above the reference's {theirs:.4g}"
 
 
-def _divergence(guard: Guard, rule: Rule, numbers: dict[str, float]) -> list[Finding]:
+def _divergence(guard: Guard, rule: Rule, numbers: dict[str, float]) -> tuple[float, str] | None:
     losses, config = guard._values("loss"), guard.config
     if not losses:
-        return []
+        return None
     now = numbers["loss_mean"] = mean(losses)
     if config.divergence is None:
-        return []
+        return None
     if guard._magnitude is None:
         guard._magnitude = mean([abs(loss) for loss in losses])
     best = guard._best = now if guard._best is None else min(now, guard._best)
     numbers[rule.figure] = best
     excess = _excess(now, best, max(abs(best), config.loss_floor * guard._magnitude))
-    if excess <= config.divergence - 1:
-        return []
-    why = f"mean loss {now:.4g}, the best was {best:.4g} ({rule.thresholds(config)})"
-    return [Finding("fall back", rule.name, why)]
+    return excess, f"mean loss {now:.4g}, the best was {best:.4g}"
 
 
-def _drop(guard: Guard, rule: Rule, numbers: dict[str, float]) -> list[Finding]:
+def _drop(guard: Guard, rule: Rule, numbers: dict[str, float], ends: tuple[float, float]) -> tuple[float, str] | None:
     known = guard._values(rule.name)
     if not known:
-        return []
+        return None
     now = numbers[f"{rule.name}_mean"] = mean(known)
     base = guard._tops[rule.name] = max(now, guard._tops.get(rule.name, now))
     steps, whose = len(known), "the best window's"
@@ -361,62 +350,62 @@ def _drop(guard: Guard, rule: Rule, numbers: dict[str, float]) -> list[Finding]:
     if compared:
         now, base, steps = compared
         whose = "the reference's"
-    low, high = (0.0, 1.0) if rule.name == "accuracy" else guard._rewards or (0.0, 0.0)
+    low, high = ends
     drop = numbers[rule.figure] = (base - now) / (high - low) if high > low else 0.0
-    return rule.highest(guard.config, drop, f"{now:.4g} over {steps} steps, {drop:.1%} below {whose} {base:.4g}")
+    return drop, f"{now:.4g} over {steps} steps, {drop:.1%} below {whose} {base:.4g}"
 
 
-def _speed(guard: Guard, rule: Rule, numbers: dict[str, float]) -> list[Finding]:
+def _speed(guard: Guard, rule: Rule, numbers: dict[str, float]) -> tuple[float, str] | None:
     known, reference = guard._values("seconds"), guard.reference
     if not known or reference is None or reference.seconds is None:
-        return []
+        return None
     ours, theirs = statistics.median(known), reference.seconds
     speed = numbers[rule.figure] = theirs / ours
-    if speed >= guard.config.slow_warn:
-        return []
     name = f"the reference's ({reference.format})" if reference.format else "the reference's"
-    bound = f"warn below {guard.config.slow_warn:g}"
-    return [Finding("warn", rule.name, f"{speed:.2f} x {name}, {ours:.3g} s a step against {theirs:.3g} s ({bound})")]
+    return speed, f"{speed:.2f} x {name}, {ours:.3g} s a step against {theirs:.3g} s"
 
 
-def _gates(guard: Guard, rule: Rule, numbers: dict[str, float]) -> list[Finding]:
-    found: list[Finding] = []
-    for name, (low, high) in guard.config.gates.items():
-        outside_of = guard._share(f"outside/{name}")
-        if outside_of is None:
-            continue
-        share, steps = outside_of
-        numbers[rule.figure.format(name)] = share
-        if not share:
-            continue
-        ends = f"{'-inf' if low is None else f'{low:g}'} to {'inf' if high is None else f'{high:g}'}"
-        found += rule.highest(guard.config, share, f"{name} outside {ends} on {share:.0%} of {steps} steps")
-    return found
+def _gate(metric: str, ends: tuple[float | None, float | None]) -> Rule:
+    """The rule of one metric with a healthy range."""
+    low, high = ("" if end is None else f"{end:g}" for end in ends)
+    said = f"{metric} outside {low or '-inf'} to {high or 'inf'}"
+
+    def measure(guard: Guard, rule: Rule, numbers: dict[str, float]) -> tuple[float, str] | None:
+        found = guard._share(rule.figure)
+        if found is None:
+            return None
+        share = numbers[rule.figure] = found[0]
+        return share, f"{said} on {share:.0%} of {found[1]} steps"
+
+    healthy = f"healthy {Metric(metric, '', '', ends).healthy_text}; "
+    return replace(GATE, needs=(metric,), measure=measure, figure=f"outside/{metric}", of=metric, note=healthy)
 
 
-def _points(name: str) -> Callable[[GuardConfig], str]:
-    def fires(config: GuardConfig) -> str:
-        warn, back = (100 * getattr(config, f"{name}_{level}") for level in ("warn", "fall_back"))
-        return f"warn, fall back for a fall of more than {warn:g}, {back:g} points"
-
-    return fires
-
-
-_FALLS: tuple[Action, ...] = ("warn", "fall back")
-GATE = Rule("gate", _gates, "outside/{}", "{}", "outside on {:.0%}", ("warn", "alert"))  # of each metric with a gate
 RULES = (
-    Rule("nonfinite", _nonfinite, "nonfinite_in_a_row", "train/loss", "{:.0f} in a row",
-         fires=lambda config: f"fall back at {config.nonfinite_in_a_row} in a row"),
-    Rule("overflow", _overflow, "overflowed_rate", "precision/overflows", "{:.1%} of steps",
-         ("warn", "alert", "fall back")),
-    Rule("loss", _against_reference, "loss_excess", "train/loss", "{:+.1%}", _FALLS),
-    Rule("divergence", _divergence, "best_loss_mean", "train/loss", "{:.4g}",
-         fires=lambda config: f"fall back above {config.divergence:g} times" if config.divergence else ""),
-    *(Rule(name, _drop, f"{name}_drop", metric, "{:+.1%}", _FALLS, _points(name)) for name, metric in DROPS.items()),
-    Rule("speed", _speed, "speed", "time/step", "{:.2f} x", fires=lambda config: f"warn below {config.slow_warn:g} x",
-         worst=min),
-    GATE,
+    Rule("nonfinite", "losses that are not finite, in a row", ("train/loss", "policy/loss"), _nonfinite,
+         lambda config: [("warn", 1), ("fall back", config.nonfinite_in_a_row)], "nonfinite_in_a_row",
+         "{:.0f} in a row", "at {:g} in a row", operator.ge, names_last=True, spoils=True, zero="all are finite"),
+    Rule("overflow", "steps that overflowed / steps", ("precision/overflows",), _overflow,
+         _shares("overflow", "warn", "alert", "fall back"), "overflowed_rate", "{:.1%} of steps"),
+    Rule("loss", "mean loss above the reference's, over the same steps", ("train/loss",), _against_reference,
+         _shares("loss", "warn", "fall back"), "loss_excess", spoils=True, compared="loss"),
+    Rule("divergence", "mean loss over the best window's so far", ("train/loss",), _divergence,
+         lambda config: [("fall back", config.divergence - 1)] if config.divergence else [], "best_loss_mean",
+         "{loss_mean:.4g} (best {best_loss_mean:.4g})", "above {more:g} times",
+         height=lambda numbers: numbers["loss_mean"] - numbers["best_loss_mean"]),
+    Rule("accuracy", "mean accuracy below the reference's, or the best window's", (DROPS["accuracy"],),
+         lambda guard, rule, numbers: _drop(guard, rule, numbers, (0.0, 1.0)),
+         _shares("accuracy", "warn", "fall back"), "accuracy_drop", spoils=True, optional=True),
+    Rule("reward", "mean reward below it, of the range of rewards", (DROPS["reward"],),
+         lambda guard, rule, numbers: _drop(guard, rule, numbers, guard._rewards or (0.0, 0.0)),
+         _shares("reward", "warn", "fall back"), "reward_drop", spoils=True, optional=True),
+    Rule("speed", "reference's median step time / this run's", ("time/step",), _speed,
+         lambda config: [("warn", config.slow_warn)], "speed", "{:.2f} x", "below {:g}", operator.lt,
+         height=lambda numbers: -numbers["speed"], compared="seconds"),
 )  # fmt: skip
+# Of each metric with a gate, whose ``needs`` and ``measure`` are its own.
+GATE = Rule("gate", "steps with a metric outside its range / steps", (), lambda *_: None,
+            _shares("gate", "warn", "alert"), "", "outside on {:.0%}", optional=True)  # fmt: skip
 
 
 def _excess(value: float, base: float, unit: float) -> float:

@@ -43,7 +43,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mantissa.base.environ import cpu_model
+from mantissa.base.environ import CPU_MODEL
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.json import parse_json
 from mantissa.precision import BlockScaled, int8_codes
@@ -300,7 +300,7 @@ def products() -> CpuProducts:
     Of several processes that measure at once the first one's is kept, so that all have the same. Where nothing can be
     kept, the ways are those that hold on any machine: a process that goes on with another's work has the same.
     """
-    about = {"cpu": cpu_model(), "capability": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__}
+    about = {"cpu": CPU_MODEL, "capability": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__}
     about |= {
         name: value for name, value in sorted(os.environ.items()) if name.startswith(("ONEDNN_", "DNNL_", "MKL_"))
     }

@@ -23,7 +23,7 @@ import yaml
 
 from mantissa.base.bounds import boundary
 from mantissa.base.environ import LAUNCHER
-from mantissa.base.errors import MantissaError, StoppedError
+from mantissa.base.errors import MantissaError, StoppedError, on_failure
 from mantissa.base.files import disk_errors, locked, own, write_atomically
 from mantissa.base.provenance import CODE
 from mantissa.base.readers.json import parse_json, read_json
@@ -65,18 +65,16 @@ def run_lab(
         count, lock = 0, threading.Lock()
         with ThreadPoolExecutor(workers) as pool:
             futures = {pool.submit(work.row, cell): cell for cell in todo}
-            try:
-                for future in as_completed(futures):
-                    cell, row = futures[future], future.result()
-                    with lock:
-                        count += 1
-                        rows.put(cell, row | mark)
-                    say(f"[{count}/{len(todo)}] {cell.folder}: {_row_text(row)}")
-            except BaseException as error:
-                work.stop(futures)
-                if isinstance(error, KeyboardInterrupt):
+            with on_failure(lambda: work.stop(futures)):
+                try:
+                    for future in as_completed(futures):
+                        cell, row = futures[future], future.result()
+                        with lock:
+                            count += 1
+                            rows.put(cell, row | mark)
+                        say(f"[{count}/{len(todo)}] {cell.folder}: {_row_text(row)}")
+                except KeyboardInterrupt:
                     raise StoppedError("interrupted; the same command goes on with it") from None
-                raise
     return rows
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mantissa.base.bounds import require_memory
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, on_failure
 from mantissa.base.ranks import ALONE, Ranks, be_deterministic, choose_device
 from mantissa.kernels import (
     WAYS,
@@ -82,9 +82,9 @@ class Parts:
     scaling: LossScalingConfig
     reference: ReferencePolicy | None
     ranks: Ranks
-    twin: ExactTwin | None  # where an engine samples that is not this package's
-    plan: ExactPlan | None
-    replan: Callable[[Way], ExactPlan | None] | None  # where there is a plan: another one; collective
+    twin: ExactTwin | None = None  # where an engine samples that is not this package's
+    plan: ExactPlan | None = None
+    replan: Callable[[Way], ExactPlan | None] | None = None  # where there is a plan: another one; collective
     beside: Mapping[str, Parts] = field(default_factory=dict)  # of policies that play with this one, by name
 
     @property
@@ -207,9 +207,6 @@ def _by_transformers(config: RunConfig, task: Task, device: torch.device, ranks:
         scaling=scaling,
         reference=reference,
         ranks=ranks,
-        twin=None,
-        plan=None,
-        replan=None,
     )
 
 
@@ -339,16 +336,11 @@ def _sampler(
     grading = config.grading
     grader = Grader(task.verifier, grading.timeout_s, grading.workers, grading.memory_gib)
     grader.start()  # a reward function that is not there shows now
-    engine = None
-    try:
+    with on_failure(grader.close):
         engine = built()
-        sampler = Sampler(engine, tokenizer, grader, ranks)
-        check_task(config, task, sampler, positions)
-    except BaseException:
-        grader.close()
-        if engine is not None:
-            engine.close()
-        raise
+        with on_failure(engine.close):
+            sampler = Sampler(engine, tokenizer, grader, ranks)
+            check_task(config, task, sampler, positions)
     return sampler
 
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from mantissa.algorithms import aggregation_scale
 from mantissa.algorithms.correction import CorrectionConfig
-from mantissa.base.errors import MantissaError, StoppedError
+from mantissa.base.errors import MantissaError, StoppedError, on_failure
 from mantissa.base.functions import IMPORT_PATH, source_digest
 from mantissa.base.ranks import ALONE, Ranks, choose_device, join, world_size
 from mantissa.base.screen import Screen
@@ -96,13 +96,10 @@ def start(config: RunConfig, say: Say = lambda line: None) -> Path:
     with joined(config, choose_device(config.device)) as ranks:
         say(_ASSEMBLING)
         parts = _assemble(config, ranks)
-        try:
+        with on_failure(parts.close):
             path = ranks.broadcast(config.run_dir or str(default_path(config.name)))
             plain = config.model_dump(mode="json", exclude={"run_dir"})
             run = RunDirectory.create(path, plain, environment_of(config, parts)) if ranks.rank0 else Onlooker(path)
-        except BaseException:
-            parts.close()
-            raise
         with run, _resumable(run):
             return _to_the_end(config, parts, run, "start", say)
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, on_failure
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.base.seeds import stream_slice
 from mantissa.kernels.cpu import CpuProducts
@@ -62,12 +62,9 @@ def assemble_two(config: RunConfig, ranks: Ranks = ALONE, products: CpuProducts 
         task.verifier = waltz.judge.verifier()
     script = Script.of(task, waltz.review, waltz.revise)
     parts = assemble(config, ranks, task, products)
-    try:
+    with on_failure(lambda: parts.close()):
         parts = replace(parts, beside={_OTHER: assemble(other, ranks, Reviews(task, script), products)})
         _check_dialogues(config, parts, script)
-    except BaseException:
-        parts.close()
-        raise
     if config.model.path is not None and config.model.path == other.model.path:
         mine, other = parts.model, parts.beside[_OTHER].model
         assert isinstance(mine, Decoder)

@@ -541,6 +541,6 @@ class NativeEngine:
         try:
             with torch.no_grad():
                 return generation.run()
-        except BaseException:
-            self._cache.clear()  # non-finite keys and values must not outlive the call that made them
+        except BaseException:  # non-finite keys and values must not outlive the call that made them
+            self._cache.clear()
             raise

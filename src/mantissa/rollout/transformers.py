@@ -64,7 +64,7 @@ def load_transformers(folder: Path) -> Any:
                 folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True, local_files_only=True,
                 output_loading_info=True,
             )  # fmt: skip
-    except Exception as error:
+    except Exception as error:  # each model's own code, whose errors for a damaged folder are of every kind
         said = " ".join(str(error).split())
         raise MantissaError(
             f"{folder}: transformers does not load it ({type(error).__name__}: {said:.200}); {_AGAIN}"

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 import yaml
 
 from mantissa.base.bounds import LARGEST_SIZE, boundary, describe_value, number, require_plain
-from mantissa.base.environ import cpu_model
-from mantissa.base.errors import MantissaError
+from mantissa.base.environ import CPU_MODEL
+from mantissa.base.errors import MantissaError, on_failure
 from mantissa.base.files import (
     JsonLines,
     Row,
@@ -90,7 +90,7 @@ class RunDirectory:
             run._refuse_unless_free()
             run.path.mkdir(parents=True, exist_ok=True)
         run._take_lock()
-        try:
+        with on_failure(run.close):
             run._refuse_unless_free()  # another process may have been faster
             run._refuse_links()
             run._sweep()
@@ -101,9 +101,6 @@ class RunDirectory:
             write_atomically(
                 run.path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
             )
-        except BaseException:
-            run.close()
-            raise
         return run
 
     @classmethod
@@ -517,7 +514,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
-        "cpu": cpu_model(),
+        "cpu": CPU_MODEL,
         "cores": os.cpu_count(),
         "git": git_state(),
     }

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.base.bounds import boundary, describe_error, number
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, on_failure
 from mantissa.base.files import (
     atomic_file,
     digests_of,
@@ -108,7 +108,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, spare: Coll
         remove_leftovers(folder)
         temporary = temporary_beside(final)
         temporary.mkdir()
-        try:
+        with on_failure(lambda: shutil.rmtree(temporary, ignore_errors=True)):
             digests = {_file(name): write_tensors(temporary / _file(name), tensors) for name, tensors in parts.items()}
             header = {
                 "format": FORMAT,
@@ -120,9 +120,6 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, spare: Coll
             }
             (temporary / "state.json").write_text(json.dumps(header | {"digest": _digest(header)}, indent=1))
             replace_directory(temporary, final)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
         for step in saved_steps(folder)[:-keep]:
             if step not in spare:
                 remove(folder / f"step-{step}")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from mantissa.base.bounds import check_values, number
-from mantissa.base.errors import MantissaError, pip_install
+from mantissa.base.errors import MantissaError, on_failure, pip_install
 from mantissa.base.readers.sqlite import connect
 from mantissa.genesis.worldmodel.trajectory import Trajectory, trajectory
 
@@ -182,11 +182,8 @@ class Database:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # Transactions are begun and ended here, by hand; 30 s is how long a writer waits for another one.
             self._connection = connect(path, wait_s=30)
-            try:
+            with on_failure(self._connection.close):
                 self._prepare(schema)
-            except BaseException:
-                self._connection.close()
-                raise
 
     def _prepare(self, schema: str) -> None:
         ask = self._connection.execute
@@ -214,7 +211,7 @@ class Database:
             try:
                 yield self._connection
                 self._connection.execute("COMMIT")
-            except BaseException:
+            except BaseException:  # nothing of it stays, whatever ended it
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise

@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from mantissa.base.environ import changed_environment
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, on_failure
 from mantissa.base.http import NOT_FOUND, OK, http_answer, is_this_machine, server_address
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.base.readers.json import as_json, parse_json
@@ -172,7 +172,7 @@ class LocalVllm:
         """vLLM's own errors, of every kind, in one line: what went wrong is in its processes' output."""
         try:
             return getattr(self._llm, method)(*given, **arguments)
-        except Exception as error:
+        except Exception as error:  # foreign code, whose errors are of every kind
             raise MantissaError(
                 f"{self.where} failed: {_first_line(error)}; its own messages above say more (VLLM_LOGGING_LEVEL=INFO "
                 "says all of them); resume the run"
@@ -196,7 +196,7 @@ class ServedVllm:
         self._url = f"http://{parts.netloc}" + ("" if parts.port else ":8000")
         self._pool = ThreadPoolExecutor(min(start.slots, _MOST_CONNECTIONS), "vllm")
         self._lock: int | None = None
-        try:
+        with on_failure(self.close):
             facts = self.call("mantissa_facts")
             self.where = f"vLLM {facts['release']} at {url}"
             self.folder = WeightFolder(facts["folder"], start)
@@ -209,9 +209,6 @@ class ServedVllm:
                 )
             if leads:
                 self._hold()
-        except BaseException:
-            self.close()
-            raise
 
     def _check_folder(self, start: VllmStart) -> None:
         path = self.folder.path / "config.json"
@@ -335,11 +332,8 @@ class VllmEngine:
             return ServedVllm(server, start, timeout_s, self._leads) if server else LocalVllm(start, begun_with)
 
         self._link = ranks.agreed(link, lambda made: made.close())
-        try:
+        with on_failure(self.close):
             self._lead(lambda: self._prove(begun_with))
-        except BaseException:
-            self.close()
-            raise
         if not ranks.alone:
             each = "one server for" if self.served else "one such vLLM for each of"
             self.evidence = f"{self.evidence}; {each} {ranks.world} processes"

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 
-from mantissa.base.errors import MantissaError, say
+from mantissa.base.errors import MantissaError, on_failure, say
 from mantissa.base.readers.child import cause_of_death
 from mantissa.tasks.types import Problem, Reward, Verifier, describe
 
@@ -72,12 +72,9 @@ class Pool:
         """One reward for each sample, in order; of none, a worker is started all the same."""
         if not self._closer.alive:
             raise RuntimeError("this Grader is closed")
-        try:
+        # Interrupted half-way, workers hold answers to questions nobody asks any more: start afresh next time.
+        with on_failure(lambda: _close_all(self._workers, os.getpid())):
             return self._grade_isolated(samples)
-        except BaseException:
-            # Interrupted half-way, workers hold answers to questions nobody asks any more: start afresh next time.
-            _close_all(self._workers, os.getpid())
-            raise
 
     def _grade_isolated(self, samples: Sequence[tuple[Problem, str]]) -> list[Reward]:
         results: list[Reward | None] = [None] * len(samples)

@@ -109,8 +109,8 @@ class Sandbox:
         except (ConnectionError, struct.error, TimeoutError):  # struct: it said nothing more
             self.close()
             return Outcome("sandbox lost", ())
-        except BaseException:
-            self.close()  # interrupted half-way, its next answer would be to this question
+        except BaseException:  # interrupted half-way, its next answer would be to this question
+            self.close()
             raise
         if ended == "closed":
             ended = "returned" if status == 0 else cause_of_death(status)
