@@ -40,7 +40,11 @@ than times, and times are left out where there is a ratio. Behind † is a commi
 # Files that are not named after the case which writes them.
 CASES = {"gap_formats": "gap", "gap_experts": "gap", "smollm2_runs": "demo_runs"}
 
-OF_TESTS = {"hostile_inputs": "../tests/fuzz/inputs.py", "verl_kills": "../tests/verl_kills.py"}  # what writes them
+OF_TESTS = {  # what writes them
+    "hostile_inputs": "../tests/fuzz/inputs.py",
+    "kills": "../tests/kills.py",
+    "verl_kills": "../tests/verl_kills.py",
+}
 
 
 def index() -> str:

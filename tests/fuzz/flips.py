@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 
+from mantissa.base.readers.yaml import read_yaml
 from mantissa.model import load_model, load_tokenizer
 from mantissa.rl import session
 from small_run import QUICK, REPORT, configure, contents, no_report, stopped
@@ -39,7 +40,12 @@ def _run() -> tuple[Path, dict[str, Any]]:
     run = stopped(folder / "whole", 1, folder / "stopped")
     shutil.copytree(run, folder / "again")
     _gone_on(folder / "again")
-    return run, contents(folder / "again")
+    return run, left(folder / "again")
+
+
+def left(run: Path) -> dict[str, Any]:
+    """What a run has left; of its recipe what it says, for ``Null`` is ``null``."""
+    return contents(run) | {"config.yaml": read_yaml(run / "config.yaml")}
 
 
 def _gone_on(run: Path) -> str:
@@ -72,7 +78,7 @@ def go_on(path: Path) -> None:
     """Resume; ``SilentError`` where it ends otherwise and has said nothing."""
     where = path.with_name(f"{path.name}.flipped").read_text()
     said = _gone_on(path)
-    found, expected = contents(path), _run()[1]
+    found, expected = left(path), _run()[1]
     odd = [name for name in sorted(found.keys() | expected.keys()) if found.get(name) != expected.get(name)]
     if odd and Path(where).name not in said:
         raise SilentError(f"{where}: {', '.join(odd)} differ; said: {said[-200:]!r}")

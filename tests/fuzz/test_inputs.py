@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from random import Random
 
@@ -30,7 +31,7 @@ def test_what_a_flipped_bit_changed_in_silence_is_a_failure(monkeypatch: pytest.
     """A run that ends otherwise, though nothing was flipped that anybody looks at."""
     monkeypatch.setattr(flips, "_run", lambda: (tmp_path / "run", {"metrics": [1], "rollouts": {}}))
     monkeypatch.setattr(flips, "_gone_on", lambda path: "nothing to say")
-    monkeypatch.setattr(flips, "contents", lambda path: {"metrics": [2], "rollouts": {}})
+    monkeypatch.setattr(flips, "left", lambda path: {"metrics": [2], "rollouts": {}})
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.json").write_text("{}")
     (tmp_path / "in").mkdir()
@@ -38,6 +39,18 @@ def test_what_a_flipped_bit_changed_in_silence_is_a_failure(monkeypatch: pytest.
     assert "SilentError: notes.json: metrics differ" in failed
     monkeypatch.setattr(flips, "_gone_on", lambda path: "notes.json has changed since")
     assert over("runs with a flipped bit", 1, 0, tmp_path / "in")["failed"] == []
+
+
+def test_a_flipped_bit_that_writes_the_same_value_otherwise_is_harmless(tmp_path: Path) -> None:
+    run, expected = flips._run()
+    shutil.copytree(run, tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    text = config.read_text()
+    assert "loss_scaling: null" in text
+    config.write_text(text.replace("loss_scaling: null", "loss_scaling: Null"))
+    (tmp_path / "run.flipped").write_text("config.yaml")
+    flips.go_on(tmp_path / "run")
+    assert flips.left(tmp_path / "run") == expected
 
 
 def test_a_traceback_and_too_much_memory_are_failures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

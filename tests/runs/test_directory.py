@@ -20,6 +20,7 @@ import yaml
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import temporary_beside
+from mantissa.base.readers import child
 from mantissa.runs.directory import RunDirectory, default_path, environment, git_state, rollout_schema
 
 CONFIG = {"name": "demo", "steps": 3, "optim": {"lr": 1e-4, "betas": [0.9, 0.95]}, "note": "gr\u00fc\u00dfe"}
@@ -142,6 +143,7 @@ def test_rollouts_come_back(tmp_path: Path) -> None:
         run.write_rollouts(5, [])
         assert run.read_rollouts(3) == rows, "fp32 log-probs survive exactly"
         assert run.read_rollouts(5) == []
+        assert any(each.kind[0] == str(run.path) for each in child._idle[os.getpid()]), "one process for all of a run's"
         assert run.rollout_steps() == [3, 5, 12], "ordered as numbers"
         assert path == run.path / "rollouts" / "step-3.parquet"
         assert pyarrow.parquet.read_schema(path).equals(rollout_schema())

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import errno
 import math
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mantissa.base.errors import MantissaError
 from mantissa.runs.directory import RunDirectory
-from mantissa.runs.live import Trackers, from_names, numbers
+from mantissa.runs.live import TensorBoard, Trackers, from_names, numbers
 
 
 @pytest.fixture
@@ -46,6 +49,30 @@ def test_an_absent_package_is_refused(run: RunDirectory, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MantissaError, match=r"wandb is not installed; pip install 'mantissa-rl\[wandb\]'"):
         from_names(["wandb"], run)
+
+
+def test_a_tracker_that_cannot_begin_leaves_no_file_open(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk its first record is none, and one of several may lack its package."""
+
+    def files() -> list[str]:
+        found = [each for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+        return [name for each in found if (name := os.readlink(each)).startswith(str(run.tensorboard_path))]
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MantissaError, match="wandb is not installed"):
+        from_names(["tensorboard", "wandb"], run)
+    assert files() == []
+    with monkeypatch.context() as disk:
+        disk.setattr(TensorBoard, "_write", full)
+        with pytest.raises(OSError, match="No space"):
+            from_names(["tensorboard"], run)
+    assert files() == []
+    trackers = from_names(["tensorboard"], run)
+    assert len(files()) == 1
+    trackers.close()
 
 
 @pytest.mark.filterwarnings("default")  # the package's own

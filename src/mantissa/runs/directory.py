@@ -271,7 +271,7 @@ class RunDirectory:
             kept = self.rollout_steps()
             what = f"steps {kept[0]} to {kept[-1]} have them" if kept else "this run kept none"
             raise MantissaError(f"{path}: no rollouts of step {step}; {what}")
-        with parquet.open_parquet(path, f"{path}: not a whole parquet file", _ROLLOUTS) as table:
+        with parquet.open_parquet(path, f"{path}: not a whole parquet file", _ROLLOUTS, self.path) as table:
             if wrong := _unlike_rollouts(table.columns, table.kinds):
                 raise MantissaError(f"{path}: {wrong}; delete it")
             rows: list[Row] = list(table.rows())

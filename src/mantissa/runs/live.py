@@ -17,6 +17,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -286,9 +287,12 @@ class TensorBoard:
             # Unbuffered: a buffer would try to write what is left of a failed row once more when the file is closed.
             self._file = open(self._path, "wb", buffering=0)  # noqa: SIM115 - held until close()
         self._records = RecordWriter(self._file)
-        self._write(Event(file_version="brain.Event:2"))
-        if resume_after is not None:
-            self._write(Event(step=resume_after + 1, session_log=SessionLog(status=SessionLog.START)))
+        with ExitStack() as failed:
+            failed.callback(self.close)
+            self._write(Event(file_version="brain.Event:2"))
+            if resume_after is not None:
+                self._write(Event(step=resume_after + 1, session_log=SessionLog(status=SessionLog.START)))
+            failed.pop_all()
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -362,7 +366,13 @@ def from_names(names: Sequence[str], run: RunDirectory, resume_after: int | None
 
     Raises ``MantissaError`` for one whose package is not installed.
     """
-    return Trackers([_KNOWN[name](run, resume_after) for name in names])
+    found: list[Tracker] = []
+    with ExitStack() as failed:
+        for name in names:
+            found.append(_KNOWN[name](run, resume_after))
+            failed.callback(found[-1].close)
+        failed.pop_all()
+    return Trackers(found)
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:

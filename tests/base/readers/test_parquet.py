@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import decimal
 import json
+import os
 import re
 from pathlib import Path
 from random import Random
@@ -18,7 +19,7 @@ import pytest
 
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers import child
-from mantissa.base.readers.parquet import _packed, _unpacked, read_rows, write_sealed
+from mantissa.base.readers.parquet import _packed, _unpacked, open_parquet, read_rows, write_sealed
 
 ODD: dict[str, list[Any]] = {
     "blob": [b"\0\xff", None, b""],
@@ -137,6 +138,33 @@ def test_several_files_at_once_are_read_by_as_many_processes(tmp_path: Path) -> 
         pyarrow.parquet.write_table(pyarrow.table({name: list(range(1000))}), tmp_path / name)
     both = list(zip(read_rows(tmp_path / "a"), read_rows(tmp_path / "b"), strict=True))
     assert both == [({"a": n}, {"b": n}) for n in range(1000)]
+
+
+def test_files_of_one_source_are_read_by_one_process_and_a_stranger_s_by_another(tmp_path: Path) -> None:
+    def reader(name: str, source: Path | None) -> int:
+        with open_parquet(tmp_path / name, name, source=source) as table:
+            assert len(list(table.rows())) == 3
+        (one,) = (each for each in child._idle[os.getpid()] if each.kind[0] == str(source or tmp_path / name))
+        one._listen(0.0)
+        return one.pid
+
+    for name in "abc":
+        pyarrow.parquet.write_table(pyarrow.table({name: [1, 2, 3]}), tmp_path / name)
+    first = reader("a", tmp_path)
+    assert reader("b", tmp_path) == first
+    assert reader("c", None) not in (first, 0)
+    assert reader("a", tmp_path) != first, "nothing is left of the process that read it before another's file"
+
+
+def test_what_comes_in_small_parts_is_held_against_the_machine_s_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(child, "require_memory", lambda *given: asked.append(given[0]))
+    monkeypatch.setattr(child, "_LOOK", 1 << 20)
+    pyarrow.parquet.write_table(pyarrow.table({"a": list(range(500_000))}), tmp_path / "a")
+    assert sum(1 for _ in read_rows(tmp_path / "a")) == 500_000
+    assert 2 <= len(asked) <= 4, "4 MB in some 1,000 parts"
 
 
 def test_a_file_that_is_left_half_read_costs_the_next_nothing(tmp_path: Path) -> None:

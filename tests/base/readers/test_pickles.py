@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import pickle
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from hostile import attempt
+from mantissa.base.errors import MantissaError
 from mantissa.base.readers import child, pickles
 
 
@@ -32,14 +34,26 @@ def test_what_holds_itself_is_refused(where: str) -> None:
         pickles.walk(own(where))
 
 
-def test_what_stands_in_two_places_is_no_circle_and_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stands_in_two_places_is_no_circle_and_counts_twice() -> None:
     both = [1, 2, 3]
     twice = {"a": both, "b": [both, ()]}  # 2 values, 3 and 2 and again 3
-    monkeypatch.setattr(pickles, "_MOST_OPERATIONS", 10)
-    pickles.walk(twice)
-    monkeypatch.setattr(pickles, "_MOST_OPERATIONS", 9)
+    pickles.walk(twice, 10)
     with pytest.raises(ValueError, match="more than 9 values"):
-        pickles.walk(twice)
+        pickles.walk(twice, 9)
+
+
+def test_few_bytes_that_name_one_list_very_often_are_refused_before_it_is_written_out(tmp_path: Path) -> None:
+    """19 million values of 160 bytes, which took 17 s and were handed on."""
+    shared: list[Any] = [1] * 9
+    for _ in range(7):
+        shared = [shared] * 8
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(shared))
+    began = time.process_time()
+    with pytest.raises(MantissaError, match=r"more than 1,000,[0-9]{3} values"):
+        pickles.load(tmp_path / "a.pkl")
+    assert time.process_time() - began < 2.0
+    (tmp_path / "b.pkl").write_bytes(pickle.dumps(dict.fromkeys(range(9), shared[0][0][0])))
+    assert len(pickles.load(tmp_path / "b.pkl")) == 9
 
 
 class Kind(enum.Enum):

@@ -5,8 +5,9 @@ function whose parts of an answer come back through a pipe, as JSON or as the by
 executed or unpickled; it is counted before anything is made of it. The reader crashes, hangs, eats memory or writes
 garbage: each is one ``MantissaError``.
 
-A fresh interpreter, in which nothing of the command lies, imports libraries and reads nothing; for each file it forks
-a process that does, and that ends before another file's begins: whatever a file did to its reader, the next one is read
+A fresh interpreter, in which nothing of the command lies, imports libraries and reads nothing; for each ``source`` (a
+file, or all completions of a run) it forks a process that does, and that ends before another source's begins: whatever
+a file did to its reader, the next one is read
 by none of it. Before it is asked anything that fork has, in this order: no core dump, no file to write to, a limit on
 the address space beyond what imports took; a user namespace of its own, where the kernel grants it, and no capability,
 root's neither; Landlock, where the kernel has it: no file made, changed or started; a system-call filter (x86_64 and
@@ -55,6 +56,7 @@ LONGEST_TEXT = 2000  # of an error
 _ADVICE = "it is damaged, or was made to break readers; write it again, or give a part of it"
 _FRAME = struct.Struct("<cQ")
 _PART = Document(256 << 20, 1 << 40, 40_000_000, digits=4300)  # of JSON; its levels are what Python's own stack bears
+_LOOK = 16 << 20  # bytes that come between two looks at the machine's memory
 _TICK_S = 0.5
 _START_S = 120.0  # on a busy machine
 _END_S = 5.0
@@ -138,7 +140,7 @@ class Child:
 
         ``MantissaError`` with the reader's own words, or with how its process ended.
         """
-        left = self.limits.output_bytes
+        left, unseen = self.limits.output_bytes, 0
         if not self._ready:
             self._ready = bool(self._bytes(_FRAME.size, tick))
             self._patience_s = self.limits.wall_s
@@ -150,7 +152,10 @@ class Child:
             if left < 0 or (kind == b"j" and size > _PART.bytes):
                 most = self.limits.output_bytes if left < 0 else _PART.bytes
                 raise MantissaError(f"{self._where}: its reader gave more than {most:,} bytes; {_ADVICE}")
-            require_memory(size, str(self._where), "give a part of it")
+            unseen += size
+            if unseen > _LOOK:  # to ask what there is takes as long as a small part
+                require_memory(size, str(self._where), "give a part of it")
+                unseen = 0
             if spent is not None:
                 spent.draw("made", size, self._where)
             data = self._bytes(size, tick)

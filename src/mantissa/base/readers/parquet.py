@@ -398,8 +398,11 @@ def _written_out(schema: Any) -> Any:
 
 
 @contextmanager
-def open_parquet(path: Path, where: str, limits: Limits = LIMITS) -> Iterator[Table | _Apart]:
-    """A file of rows, read in a process of its own (``child.py``), or where this is one here.
+def open_parquet(
+    path: Path, where: str, limits: Limits = LIMITS, source: Path | None = None
+) -> Iterator[Table | _Apart]:
+    """A file of rows, read in a process of its own (``child.py``), or where this is one here. ``source``: the folder
+    whose files are one stranger's, and may be read by one process after another.
 
     ``MantissaError``, which ``where`` begins, for one that is damaged or beyond the limits.
     """
@@ -410,7 +413,7 @@ def open_parquet(path: Path, where: str, limits: Limits = LIMITS) -> Iterator[Ta
             with _opened(path, limits) as table:
                 yield table
         else:
-            with child.lent("pyarrow.parquet", __name__, source=str(path)) as reader:
+            with child.lent("pyarrow.parquet", __name__, source=str(source or path)) as reader:
                 yield _Apart(reader, path, where, limits, spent)
 
 

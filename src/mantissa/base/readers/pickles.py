@@ -37,6 +37,9 @@ LARGEST = zips.LARGEST  # bytes of a file, and of all tensors in one
 _LIMITS = child.Limits(memory_bytes=3 << 29, output_bytes=1 << 30)
 _LARGE, _TIMES = 64 << 20, 8  # a file that may take more: its bytes, those of its tensors, and both once more
 _MOST_OPERATIONS = 50_000_000  # of a pickle, and values in what it makes
+# Values that are written out for each operation, and beside that: what is not shared has an operation each, and a list
+# that is shared is sent as often as it stands there.
+_SHARED, _ALWAYS = 8, 1_000_000
 _MOST_CLASSES = 256  # that a pickle's records may be of
 _LARGEST_INTEGER = 1 << 64  # larger ones can be chosen to share one hash: a dictionary of them takes hours to fill
 _ADVICE = (
@@ -81,7 +84,7 @@ def _load(path: Path, records: bool, spent: Budget) -> Any:
     whole = _Whole(path, spent, {} if records else None)
     value = _zip(data, whole) if data.startswith(zips.MAGIC) else _unpickle(data, {}, whole)
     if isinstance(value, NESTED):
-        walk(value)
+        walk(value, min(_MOST_OPERATIONS, _SHARED * whole.operations + _ALWAYS))
     return value
 
 
@@ -193,8 +196,9 @@ class _Whole:
 NESTED = (list, tuple, dict, set, frozenset)
 
 
-def walk(value: Any) -> None:
-    """Raise where ``value`` holds itself, or too many values in all; a list that stands in it twice counts twice."""
+def walk(value: Any, most: int = _MOST_OPERATIONS) -> None:
+    """Raise where ``value`` holds itself, or more than ``most`` values in all; a list that stands in it twice counts
+    twice."""
     totals: dict[int, int | None] = {}  # by the container's id: the values in it; None while they are being counted
     waiting = [value]
     while waiting:
@@ -210,8 +214,8 @@ def walk(value: Any) -> None:
         waiting.pop()
         if totals[id(each)] is None:
             totals[id(each)] = total = len(each) + sum(totals[id(part)] or 0 for part in parts)
-            if total > _MOST_OPERATIONS:
-                raise ValueError(f"more than {_MOST_OPERATIONS:,} values")
+            if total > most:
+                raise ValueError(f"more than {most:,} values")
 
 
 def _zip(data: bytes, whole: _Whole) -> Any:
