@@ -94,7 +94,7 @@ def test_dapo_with_an_fp8_rollout_on_mantissa_on_both_sides(tmp_path: Path) -> N
     for row in job.metrics.values():
         assert row["training/rollout_probs_diff_max"] > 1e-4  # the gap is there: 8 bits on one side alone
         assert row["actor/mantissa/logprobs_unlike_rollout"] > 0
-        assert row["critic/score/mean"] > -1  # DAPO's: something was right
+        assert row["critic/score/max"] > -1  # right is 1, wrong -1, and what is overlong loses up to 1 more
     assert "the job ends after 10 batches for one step" in " ".join(job.out.split())
 
 
