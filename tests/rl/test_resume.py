@@ -333,7 +333,9 @@ def test_a_resume_with_another_loss_says_so(
     config.write_text(config.read_text().replace("lr: 0.001", "lr: 0.003"))
     capsys.readouterr()
     resume(half)
-    assert "warning: config.yaml is no longer the recipe that the run began with" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "warning: config.yaml is no longer the recipe that the run began with" in said
+    assert "warning: of_their_own:loss is no longer the code that the run began with: numbers differ" in said
     found = RunDirectory.open(half).environment["resumed"][-1]["changed"]
     assert found.keys() == {"code", "recipe"}
     then, now = found["code"]

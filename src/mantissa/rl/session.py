@@ -254,10 +254,13 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
 
 def _otherwise(key: str, then: Any, now: Any) -> str:
     """What a part of the environment that has changed since the run began means for its numbers."""
-    if key == "recipe":  # recorded as a digest, which tells nobody anything
+    if key == "recipe":  # recorded as a digest, as code is, which tells nobody anything
         return "config.yaml is no longer the recipe that the run began with: numbers differ"
-    much = "numbers differ" if key == "code" else "numbers may differ in their last bits"
-    return f"{key} was {then}, now {now}: {much}"
+    if key == "code":
+        then, now = then or {}, now or {}
+        changed = ", ".join(name for name in sorted({*then, *now}) if then.get(name) != now.get(name))
+        return f"{changed} is no longer the code that the run began with: numbers differ"
+    return f"{key} was {then}, now {now}: numbers may differ in their last bits"
 
 
 def _uncorrected(config: RunConfig, rows: Sequence[dict[str, Any]]) -> str:
