@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mantissa.base.bounds import Budget, Limits, boundary, budget, require_size
-from mantissa.base.errors import MantissaError
+from mantissa.base.errors import MantissaError, on_failure
 
 LIMITS = Limits(256 << 20, 100, 20_000_000)  # bytes of a value or row, and of a file that is read whole
 _HEAP = 1 << 30  # bytes that SQLite may take in this process
@@ -74,7 +74,7 @@ def connect(path: Path | str, wait_s: float = 30.0, spent: Budget | None = None)
         path, timeout=wait_s, isolation_level=None, check_same_thread=False, factory=Connection
     )
     connection.spent = spent
-    try:
+    with on_failure(connection.close):
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LIMITS.bytes)
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
         connection.set_progress_handler(connection.late, _STEPS)
@@ -86,9 +86,6 @@ def connect(path: Path | str, wait_s: float = 30.0, spent: Budget | None = None)
         if foreign:
             raise MantissaError(f"database {path} holds views, triggers, virtual tables or computed columns; "
                                 "name one of this program")  # fmt: skip
-    except BaseException:
-        connection.close()
-        raise
     return connection
 
 
