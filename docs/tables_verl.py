@@ -187,11 +187,13 @@ def verl_jobs() -> str:
 
 
 def verl_kills() -> str:
-    """Kills of each kind, by all rows of runs in which every step was equal."""
-    rows = [row for row in _rows("verl_kills") if not row["unlike"]]
-    victims = {"worker": "a learner's worker", "node": "a whole node", "trainer": "the trainer"}
-    counted = [[what, str(sum(row["kills"].get(name, 0) for row in rows))] for name, what in victims.items()]
-    return table(["killed", "times, each resumed with every metric of an undisturbed job"], counted)
+    """Kills of each kind, how many were resumed to the undisturbed job's bits, and the longest that a job lived on."""
+    lines = []
+    for name, what in {"worker": "a learner's worker", "node": "a whole node", "trainer": "the trainer"}.items():
+        rows = [row for row in _rows("verl_kills") if row["victim"] == name]
+        whole, longest = sum(not row["unlike"] for row in rows), max(row["ended_s"] for row in rows)
+        lines.append([what, str(len(rows)), str(whole), f"{longest:.0f}"])
+    return table(["killed", "times", "resumed with every metric of an undisturbed job", "ended within, s"], lines)
 
 
 def verl_gate() -> str:

@@ -5,9 +5,9 @@
 A job with our learner and engine, one rank on each node, is first left alone. Then the same job is begun elsewhere and
 killed over and over, K times each: a learner's worker, the whole second node, and the trainer, in turn (or of
 ``--victims``). After each kill the job is given again, and resumes from verl's checkpoint; it is killed at a random
-instant after its next step was logged. In the end every step's metrics must be the undisturbed job's to the last bit
-(but times, memory and throughput), and each kill must have ended the job within ``PATIENCE_S``. A row a kill; exit code
-1 where that does not hold.
+instant after its next step was logged. Every step's metrics must be the undisturbed job's to the last bit (but times,
+memory and throughput), and each kill must have ended the job within ``PATIENCE_S``. A row a kill, as soon as the job
+that was resumed after it has ended, so that a run that is cut short is not lost; exit code 1 where it does not hold.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -99,19 +100,37 @@ def killed(folder: Path, nodes: Nodes, victim: str, after: float, steps: int) ->
     return ended - killer.killed_at if ended and killer.killed_at else None
 
 
+def compared(place: Path) -> tuple[int, list[int]]:
+    """How many steps the killed job has logged, and those of them that are not the undisturbed job's."""
+    expected, found = rows_of(place / "undisturbed"), rows_of(place / "killed")
+    return len(found), [step for step in found if found[step] != expected.get(step)]
+
+
+def resumed(kills: list[dict[str, Any]], place: Path, record: bool) -> None:
+    """Complete the last kill's row by what was logged since, and append it to results/verl_kills.jsonl."""
+    if not kills:
+        return
+    steps, wrong = compared(place)
+    kills[-1] |= {"steps": steps, "unlike": wrong}
+    if record:
+        from rows import append
+
+        append("verl_kills.jsonl", [kills[-1]], "cpu")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--kills", type=int, default=10, help="of each kind")
     parser.add_argument("--victims", nargs="*", default=["worker", "node", "trainer"], choices=VICTIMS)
-    parser.add_argument("--record", action="store_true", help="append a row to results/verl_kills.jsonl")
+    parser.add_argument("--record", action="store_true", help="append rows to results/verl_kills.jsonl")
     given = parser.parse_args()
     draw, nodes = random.Random(given.seed), Nodes()
     order = [victim for _ in range(given.kills) for victim in draw.sample(given.victims, len(given.victims))]
     steps = 2 * len(order) + 2  # a kill comes one or two steps after the one before
     place = Path(tempfile.mkdtemp(prefix="verl-kills-"))
     print(f"seed {given.seed}: {len(order)} kills of a job of {steps} steps, in {place}", flush=True)
-    counts, longest = dict.fromkeys(given.victims, 0), 0.0
+    kills: list[dict[str, Any]] = []
     try:
         begun = time.monotonic()
         job(place / "undisturbed", nodes, steps)
@@ -120,25 +139,22 @@ def main() -> int:
             took = killed(place / "killed", nodes, victim, draw.uniform(0, 4), steps)
             if took is None:
                 continue
-            counts[victim] += 1
-            longest = max(longest, took)
+            resumed(kills, place, given.record)
+            kills.append({"benchmark": "verl_kills", "seed": given.seed, "victim": victim, "ended_s": took})
             at = max(rows_of(place / "killed"))
             print(f"{victim:<8} killed after step {at}; the job ended {took:.0f} s later", flush=True)
         job(place / "killed", nodes, steps)
+        resumed(kills, place, given.record)
     finally:
         nodes.close()
-    expected, found = rows_of(place / "undisturbed"), rows_of(place / "killed")
-    unlike = [step for step in expected if found.get(step) != expected[step]]
+    found, wrong = compared(place)
+    longest = max((row["ended_s"] for row in kills), default=0.0)
     print(
-        f"{counts}; {len(expected)} steps, {len(unlike)} of them unlike the undisturbed job's {unlike[:5]}; "
-        f"a kill ended the job within {longest:.0f} s"
+        f"{dict(Counter(row['victim'] for row in kills))}; {found} steps, {len(wrong)} of them unlike the undisturbed "
+        f"job's {wrong[:5]}; a kill ended the job within {longest:.0f} s"
     )
-    if given.record:
-        from rows import append
-
-        row = {"benchmark": "verl_kills", "seed": given.seed, "kills": counts, "steps": len(expected)}
-        append("verl_kills.jsonl", [row | {"unlike": unlike, "longest_s": longest}], "cpu")
-    return int(bool(unlike) or longest > PATIENCE_S or len(expected) != steps or len(found) != steps)
+    unlike = any(row["unlike"] for row in kills)
+    return int(bool(wrong) or unlike or longest > PATIENCE_S or found != steps)
 
 
 if __name__ == "__main__":

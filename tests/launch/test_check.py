@@ -444,6 +444,40 @@ def test_an_entry_point_that_is_not_known_is_judged_in_what_is_common(tmp_path: 
     assert [s.given.key for s in report.refused] == ["actor_rollout_ref.own"]
 
 
+ASYNC = "python3 -m verl.experimental.{} actor_rollout_ref.actor.grad_clip=0.5 rollout.nnodes=2 {}"
+
+
+@pytest.mark.parametrize(
+    ("entry", "more", "refused"),
+    [
+        ("one_step_off_policy.main_ppo --config-name='one_step_off_ppo_trainer.yaml'", "rollout.n_gpus_per_node=2", []),
+        ("one_step_off_policy.main_ppo", "async_training.require_batches=4", ["async_training.require_batches"]),
+        ("fully_async_policy.fully_async_main", "async_training.require_batches=4", []),
+        ("fully_async_policy.fully_async_main", "trainer.gate=stop rollout.test_freq=10",
+         ["trainer.gate", "rollout.test_freq"]),
+    ],
+)  # fmt: skip
+def test_verl_s_other_trainers_have_trees_of_their_own(
+    tmp_path: Path, entry: str, more: str, refused: list[str]
+) -> None:
+    """And the same workers, by which what the actor's keys do is as known as there. The refusals are hydra's."""
+    (tmp_path / "run.sh").write_text(ASYNC.format(entry, more))
+    report = check_verl([str(tmp_path / "run.sh")])
+    assert [s.given.key for s in report.refused] == refused
+    (clip,) = [s for s in report.settings if s.given.key.endswith("grad_clip")]
+    assert (clip.verdict, active(report)["learner"]) == ("ignored", "bf16")
+    assert not report.fork
+
+
+def test_of_a_program_without_verl_s_sections_no_format_is_stated(tmp_path: Path) -> None:
+    """SFT has no rollout, and its engine's keys are others."""
+    (tmp_path / "run.sh").write_text("torchrun -m verl.trainer.sft_trainer engine.dtype=float16 model.lora_rank=8")
+    report = check_verl([str(tmp_path / "run.sh")])
+    assert (report.apart, report.state, report.casts) == (True, "unknown", ())
+    assert {role.active for role in report.roles} == {"not known (verl.trainer.sft_trainer)"}
+    assert "rollout on vLLM" not in report.text
+
+
 FORK = """python3 -m verl.trainer.main_ppo retriever.topk=3 data.max_start_length=2048 algorithm.no_think_rl=false \\
     actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n_agent=5 actor_rollout_ref.rollout.dtype=float16"""
 

@@ -16,6 +16,12 @@ from pathlib import Path
 from typing import Any
 
 GROUPS = ("dp", "megatron", "torchtitan", "veomni")
+# Configurations of verl's other trainers, which begin with the first one's, by the folder beside verl/trainer.
+TRAINERS = {
+    f"{name}_ppo_{group}trainer": f"experimental/{folder}/config"
+    for name, folder in (("one_step_off", "one_step_off_policy"), ("fully_async", "fully_async_policy"))
+    for group in ("", "megatron_")
+}
 TREE = Path(__file__).parents[2] / "src" / "mantissa" / "launch" / "verl_tree.json"
 CORPUS = Path(__file__).parents[1] / "data" / "verl_overrides.json"
 
@@ -38,7 +44,8 @@ def composed(folder: Path, overrides: list[str], name: str = "ppo_trainer") -> A
 
 def tree_of(folder: Path) -> dict[str, Any]:
     """Key to default for every model engine: what all share under ``common``, what one has besides under its name.
-    ``nulls``: keys whose default is a reference that resolves to null."""
+    ``nulls``: keys whose default is a reference that resolves to null. ``trainers``: what other trainers'
+    configurations have besides, or otherwise."""
     flat, nulls = {}, {}
     for group in (group for group in GROUPS if (folder / "model_engine" / f"{group}.yaml").is_file()):
         config = composed(folder, [f"model_engine={group}"])
@@ -47,7 +54,14 @@ def tree_of(folder: Path) -> dict[str, Any]:
     first, *others = flat.values()
     common = {k: v for k, v in first.items() if all(k in o and o[k] == v for o in others)}
     own = {group: {k: v for k, v in tree.items() if k not in common} for group, tree in flat.items()}
-    return {"common": common, "engines": own, "nulls": nulls}
+    trainers = {}
+    for name, where in TRAINERS.items():
+        place, base = folder.parents[1] / where, flat["megatron" if "megatron" in name else "dp"]
+        if (place / f"{name}.yaml").is_file():
+            whole = dict(_leaves(_plain(composed(place, [f"hydra.searchpath=[file://{folder}]"], name))))
+            assert not base.keys() - whole.keys(), f"{name} takes keys away"
+            trainers[name] = {key: value for key, value in whole.items() if key not in base or base[key] != value}
+    return {"common": common, "engines": own, "nulls": nulls, "trainers": trainers}
 
 
 def _plain(config: Any) -> Any:

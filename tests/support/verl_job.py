@@ -34,6 +34,7 @@ ACTOR, MODEL, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", 
 VLLM = (
     f"+{ROLLOUT}.engine_kwargs.vllm.enable_sleep_mode=False",
     f"{ROLLOUT}.free_cache_engine=False",
+    f"{ROLLOUT}.gpu_memory_utilization=0.05",  # of the machine's memory, for its cache
     f"{ROLLOUT}.enforce_eager=True",
     f"{ROLLOUT}.max_model_len=64",
     f"{ROLLOUT}.max_num_seqs=32",

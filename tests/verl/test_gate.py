@@ -24,6 +24,14 @@ class Section(dict[str, Any]):
         return Section(value) if isinstance(value, dict) else value
 
 
+class Struct(Section):
+    """As hydra gives it to a trainer: a key that is not there is an error as an attribute."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = self[name]
+        return Struct(value) if isinstance(value, dict) else value
+
+
 def config(folder: Path, **changed: Any) -> Section:
     rollout = {"name": "vllm", "dtype": "bfloat16", "temperature": 1.0, "calculate_log_probs": True}
     actor = {"strategy": "fsdp2", "fsdp_config": {"dtype": "bfloat16"}}
@@ -66,6 +74,35 @@ def batch(monkeypatch: pytest.MonkeyPatch) -> Any:
         )
 
     return made
+
+
+FREE = {"precision": {"train": "fp8", "rollout": "bf16"}}
+
+
+@pytest.mark.parametrize(
+    ("actor", "rollout", "formats"),
+    [
+        ({"strategy": "fsdp2", "fsdp_config": {"dtype": "float16"}}, {}, ("bf16", "bf16")),  # which nobody reads
+        ({"strategy": "mantissa_fsdp2", "fsdp_config": {"mixed_precision": {"param_dtype": "float16"}}},
+         {"dtype": "float16"}, ("fp16", "fp16")),
+        ({"strategy": "fsdp", "fsdp_config": {}}, {"quantization": "fp8"}, ("bf16", "fp8")),
+        ({"strategy": "mantissa", "fsdp_config": {"dtype": "bfloat16", "mixed_precision": FREE}}, {}, ("fp8", "bf16")),
+        ({"strategy": "mantissa", "fsdp_config": {"dtype": "float16"}}, {"name": "mantissa"}, ("fp16", "fp16")),
+        ({"strategy": "megatron", "megatron": {"dtype": "float16"}}, {}, ("fp16", "bf16")),
+        ({"strategy": "megatron", "megatron": {"dtype": "bfloat16", "override_transformer_config": {"fp8": "hybrid"}}},
+         {}, ("fp8", "bf16")),
+        ({"strategy": "veomni", "veomni": {"mixed_precision": True}}, {}, (None, "bf16")),
+    ],
+)  # fmt: skip
+def test_it_judges_by_the_formats_that_run(
+    tmp_path: Path, actor: dict[str, Any], rollout: dict[str, Any], formats: tuple[str | None, str]
+) -> None:
+    """Of each engine by the keys that it reads, whose section is the only one that its tree has."""
+    made = Struct(config(tmp_path))
+    made["actor_rollout_ref"]["actor"] = actor
+    made["actor_rollout_ref"]["rollout"] |= rollout
+    gate = TrainerGate(made, "warn")
+    assert (gate.formats["learner_format"], gate.formats["rollout_format"]) == formats
 
 
 def trainer(step: int) -> Any:

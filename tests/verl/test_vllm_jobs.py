@@ -18,24 +18,31 @@ FREE = f"{ACTOR}.fsdp_config.mixed_precision"
 TORCH = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
+VARIANT = pytest.mark.variants
+
+
 @pytest.mark.parametrize(
-    ("strategy", "name"),
+    ("strategy", "learner", "rollout"),
     [
-        ("mantissa", "bf16"),
-        pytest.param("mantissa", "fp32", marks=pytest.mark.variants),
-        pytest.param("mantissa", "fp16", marks=pytest.mark.variants),
-        pytest.param("mantissa_fsdp2", "bf16", marks=pytest.mark.variants),
+        ("mantissa", "bf16", "bf16"),
+        pytest.param("mantissa", "fp32", "fp32", marks=VARIANT),
+        pytest.param("mantissa", "fp16", "fp16", marks=VARIANT),
+        pytest.param("mantissa", "fp8", "bf16", marks=VARIANT),
+        pytest.param("mantissa_fsdp2", "bf16", "bf16", marks=VARIANT),
+        pytest.param("mantissa_fsdp2", "fp16", "fp16", marks=VARIANT),
     ],
 )
-def test_the_doctor_calls_the_pair_healthy_before_and_after_a_sync(tmp_path: Path, strategy: str, name: str) -> None:
-    ours = f"+{FREE}={{precision:{{train:{name},rollout:{name}}},length:32}}"
-    engine = [ours] if strategy == "mantissa" else [f"{FREE}.param_dtype={name}"]
+def test_the_doctor_calls_the_pair_healthy_before_and_after_a_sync(
+    tmp_path: Path, strategy: str, learner: str, rollout: str
+) -> None:
+    ours = f"+{FREE}={{precision:{{train:{learner},rollout:{rollout}}},length:32}}"
+    engine = [ours] if strategy == "mantissa" else [f"{FREE}.param_dtype={learner}"]
     job = run_job(
         tmp_path,
         f"{ACTOR}.strategy={strategy}",
         *engine,
         *VLLM,
-        f"{ROLLOUT}.dtype={TORCH[name]}",
+        f"{ROLLOUT}.dtype={TORCH[rollout]}",
         f"{ROLLOUT}.n=8",
         "data.train_batch_size=16",
         f"{ACTOR}.ppo_mini_batch_size=16",
@@ -43,12 +50,12 @@ def test_the_doctor_calls_the_pair_healthy_before_and_after_a_sync(tmp_path: Pat
         rollout="vllm",
         external_lib="mantissa.verl.plugin",
         head_dim=32,
-        seconds=900,
+        seconds=1500,
     )
     assert sorted(job.metrics) == [1, 2]
     pages = sorted((job.folder / "checkpoints" / "doctor").glob("step-*/doctor.json"))
     rows = [json.loads(page.read_text()) for page in pages]
-    print(f"{strategy} {name}: {[row['headline'] for row in rows]}; {job.seconds:.0f} s")
+    print(f"{strategy} {learner}, {rollout}: {[row['headline'] for row in rows]}; {job.seconds:.0f} s")
     assert [row["verdict"] for row in rows] == ["healthy noise"] * 2
     assert all(job.metrics[step]["mantissa/gate_fault"] == 0 for step in (1, 2))
     assert job.metrics[1]["actor/grad_norm"] > 0

@@ -36,7 +36,7 @@ from mantissa.launch.facts import (
 )
 from mantissa.launch.scripts import Override, Words, read_overrides
 from mantissa.launch.settings import Answer, Role, Setting, State, roles_text, settings_text
-from mantissa.launch.verl_tree import Tree, as_yaml, defaults, groups, nearest, not_at_default, tree
+from mantissa.launch.verl_tree import Tree, as_yaml, defaults, every, groups, nearest, not_at_default, trainers, tree
 
 _SHORT = {"float16": "fp16", "half": "fp16", "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16", "float32": "fp32",
           "float": "fp32", "fp32": "fp32"}  # fmt: skip
@@ -45,10 +45,17 @@ _ABOUT_PRECISION = re.compile(
     r"(dtype|fp4|fp8|fp16|bf16|fp32|quant|precision|loss_scale|scaler|autocast|amp\b|logprobs_mode|calculate_log_probs"
     r"|half\b|veto|rollout_correction|grad_clip|clip_grad|qat|mbridge\b|^trainer\.gate$)"
 )
-_ENTRIES = ("verl.trainer.main_ppo",)
-_MODULES = {"main_ppo": _ENTRIES[0]}  # by the name that hydra gives a job
+# What starts a trainer that has verl's own workers, and the configuration that it takes where none is named.
+_ENTRIES = {
+    "verl.trainer.main_ppo": "ppo_trainer",
+    "verl.experimental.one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
+    "verl.experimental.fully_async_policy.fully_async_main": "fully_async_ppo_trainer",
+}
+_ENTRY = next(iter(_ENTRIES))
+_MODULES = {"main_ppo": _ENTRY}  # by the name that hydra gives a job
 _CONFIGS = ("ppo_trainer", "ppo_megatron_trainer")
 _PARTS = {"actor.": "learner", "ref.": "reference", "rollout.": "rollout", "algorithm.": "correction"}
+_SECTIONS = ("actor_rollout_ref.", "actor.", "ref.", "rollout.")
 _OF_LEARNER = ("loss scaling", "gradients", "masters", "logits", "gap")
 _SECTION = "actor.fsdp_config.mixed_precision"
 _GATE = "trainer.gate"
@@ -66,7 +73,8 @@ _CASTING = {
 class Report(Answer):
     """The answer for verl. ``meant``: the overrides still missing for the format that settings without effect name.
     ``refused``: overrides of anything for which hydra ends the job; ``foreign``: keys among them of no verl known here;
-    ``fork``: they are so many, or so far from any key, that the configuration is another program's.
+    ``fork``: they are so many, or so far from any key, that the configuration is another program's. ``apart``: it is
+    of another kind (SFT), which has no learner and rollout in those sections.
     """
 
     version: Version
@@ -78,18 +86,19 @@ class Report(Answer):
     refused: tuple[Setting, ...] = ()
     foreign: tuple[str, ...] = ()
     fork: bool = False
+    apart: bool = False
 
     @property
     def state(self) -> State:
         """As of any answer; ``wrong`` where hydra ends the job, whatever the setting was about."""
-        if self.fork:
+        if self.fork or self.apart:
             return "unknown"
         return "wrong" if self.refused else super().state
 
     @property
     def text(self) -> str:
         """What ``mantissa check`` prints."""
-        lines = [f"verl {self.version}, {self.engine} learner, {self.rollout} rollout"]
+        lines = [f"verl {self.version}" + ("" if self.apart else f", {self.engine} learner, {self.rollout} rollout")]
         lines += [f"  taken for granted: {said}" for said in self.assumed]
         if self.fork:
             lines += ["", f"a fork of verl's, or a version before {VERSIONS[0]}: no verl known here has"]
@@ -148,9 +157,13 @@ def check_verl_job(
 
 def _answer(words: Words, version: Version) -> Report:
     engine, rollout, assumed, strange = _engines(words)
-    foreign = _foreign(words)
+    name = _config_name(words)
+    foreign = _foreign(words, name, version)
     assumed += foreign
-    leaves = defaults(version, _group(words, engine, version))
+    if apart := bool(foreign) and not any(each.key.startswith(_SECTIONS) for each in words.overrides.values()):
+        strange |= dict.fromkeys(_PARTS.values(), words.modules[-1] if words.modules else name)
+        assumed = foreign
+    leaves = defaults(version, _group(words, engine, version), "" if name in _CONFIGS or foreign else name)
     job = Tree(leaves | {full(key): value for key, value in words.saved.items()})
     refused = _refused(words, job) if not foreign else []
     refusal = {short(each.given.key): each for each in refused}
@@ -175,11 +188,11 @@ def _answer(words: Words, version: Version) -> Report:
     settings = (*judged, *_variables(words, good, rollout))
     roles, casts = (
         _known(_roles(words, good, engine, rollout, version), settings, strange),
-        [] if fork else _casts(words, good, engine),
+        [] if fork or apart else _casts(words, good, engine),
     )
     meant, others = _meant(settings, good, engine), len(words.overrides.keys() - {short(s.given.key) for s in judged})
     return Report(settings, tuple(roles), others, version, engine, rollout, tuple(assumed), tuple(casts), tuple(meant),
-                  tuple(refused), of_no_verl, fork)  # fmt: skip
+                  tuple(refused), of_no_verl, fork, apart)  # fmt: skip
 
 
 def _refused(words: Words, job: Tree) -> list[Setting]:
@@ -217,7 +230,7 @@ def _is_fork(foreign: Sequence[str]) -> bool:
     that is like none."""
     if not foreign:
         return False
-    keys = {key for version in VERSIONS for group in groups(version) for key in defaults(version, group)}
+    keys = {key for leaves in every() for key in leaves}
     sections = {key.rpartition(".")[0] for key in keys}
     unlike = [key for key in foreign if not get_close_matches(key, keys, 1, _ALIKE)]
     apart = [key for key in unlike if not get_close_matches(key.rpartition(".")[0], sections, 1, _ALIKE)]
@@ -226,13 +239,19 @@ def _is_fork(foreign: Sequence[str]) -> bool:
 
 def _in_no_tree(keys: Sequence[str]) -> tuple[str, ...]:
     """The keys that no version has, with no model engine."""
-    trees = [tree(version, group) for version in VERSIONS for group in groups(version)] if keys else []
+    trees = [Tree(leaves) for leaves in every()] if keys else []
     return tuple(key for key in dict.fromkeys(keys) if not any(each.has(key) for each in trees))
 
 
-def _foreign(words: Words) -> list[str]:
-    """What starts the job where it is none of verl's trainers, whose keys and readers are another's."""
-    name = (words.config_name or _CONFIGS[0]).removesuffix(".yaml")
+def _config_name(words: Words) -> str:
+    """The configuration that the job begins with: as given, or the entry point's own."""
+    own = next((_ENTRIES[each] for each in words.modules if each in _ENTRIES), _CONFIGS[0])
+    return (words.config_name or own).removesuffix(".yaml")
+
+
+def _foreign(words: Words, name: str, version: Version) -> list[str]:
+    """What starts the job where it is none of verl's trainers, whose keys and readers are another's. ``name``: of its
+    configuration."""
     if words.strangers:
         some = ", ".join(words.strangers[:4]) + (" and others" if len(words.strangers) > 4 else "")
         return [f"no verl known here has {some}: a fork's, or another version's"]
@@ -242,7 +261,7 @@ def _foreign(words: Words) -> list[str]:
     if found and not any(each in _ENTRIES for each in found):
         return [f"the entry point {found[-1]} is none that is known here ({', '.join(_ENTRIES)}): only what is common"
                 " to them is judged"]  # fmt: skip
-    if name not in _CONFIGS:
+    if name not in (*_CONFIGS, *trainers(version)):
         return [f"the configuration {name} is none of verl's own: whether its tree has a key is not known"]
     return []
 
@@ -267,7 +286,7 @@ def _of_strange(setting: Setting, strange: Mapping[str, str], foreign: bool) -> 
     if part in strange:
         return Setting(setting.given, "unknown", f"{strange[part]} is none that is known here")
     if foreign and setting.verdict == "ignored":
-        return Setting(setting.given, "unknown", f"with {_ENTRIES[0]}: {setting.why}; this entry point is another")
+        return Setting(setting.given, "unknown", f"with {_ENTRY}: {setting.why}; this entry point is another")
     return setting
 
 

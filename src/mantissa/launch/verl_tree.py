@@ -31,10 +31,16 @@ def _trees() -> dict[str, Any]:
     return trees
 
 
-def defaults(version: str, group: str) -> dict[str, Any]:
-    """Key to default (a reference as it is written) where ``model_engine`` is ``group``."""
+def defaults(version: str, group: str, trainer: str = "") -> dict[str, Any]:
+    """Key to default (a reference as it is written) where ``model_engine`` is ``group``; of ``trainer``, one of
+    ``trainers``, instead of the first one's."""
     tree = _trees()[version]
-    return {**tree["common"], **tree["engines"][group]}
+    return {**tree["common"], **tree["engines"][group], **(tree["trainers"][trainer] if trainer else {})}
+
+
+def trainers(version: str) -> list[str]:
+    """The configurations of other trainers that are known of this version."""
+    return list(_trees()[version].get("trainers", {}))
 
 
 def groups(version: str) -> list[str]:
@@ -169,6 +175,13 @@ class Tree:
     def _remove(self, key: str) -> None:
         above, _, last = key.rpartition(".")
         (self._node(above) if above else self._root).pop(last)
+
+
+def every() -> list[dict[str, Any]]:
+    """Key to default of each configuration that is known, of all versions."""
+    engines = [(version, group, "") for version in _trees() for group in groups(version)]
+    others = [(version, "dp", trainer) for version in _trees() for trainer in trainers(version)]
+    return [defaults(*each) for each in (*engines, *others)]
 
 
 @cache

@@ -48,6 +48,8 @@ ROWS = "MANTISSA_GATE_ROWS"  # a folder, in a job's environment: what is looked 
 KEPT = "mantissa_gate.json"  # beside verl's latest_checkpointed_iteration.txt
 FIRST = 5  # steps after a start or a resume whose every batch is looked at
 _FIELDS = ("prompts", "responses", "response_mask", "rollout_log_probs")
+_FREE = "fsdp_config.mixed_precision"
+_FSDPS = ("fsdp", "fsdp2", "mantissa_fsdp2")  # which read no fsdp_config.dtype
 _NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -244,18 +246,25 @@ def _experts(path: str | None) -> bool | None:
     return routes(read_json(file)) if file.is_file() else None
 
 
-def _formats(section: Any) -> dict[str, str]:
-    """The formats of both sides as verl's keys say them: by them a gap is judged."""
-    engine = section.actor.fsdp_config
-    mixed = get(engine, "mixed_precision") or {}
-    learner, rollout = get(mixed, "param_dtype") or get(engine, "dtype", "bfloat16"), section.rollout.dtype
-    if section.actor.strategy == "mantissa":
+def _formats(section: Any) -> dict[str, str | None]:
+    """The formats of both sides as verl's keys say them: by them a gap is judged. None of an engine whose keys say
+    nothing of it."""
+    actor, rollout = section.actor, section.rollout
+    sampled = "fp8" if get(rollout, "quantization") == "fp8" else str(rollout.dtype)
+    learner: Any = None
+    if actor.strategy == "mantissa":
         from mantissa.verl.options import EngineOptions
 
-        policy = EngineOptions.of(mixed).policy(str(engine.dtype))
-        learner, rollout = policy.train, policy.rollout if section.rollout.name == "mantissa" else rollout
-    return {f"{side}_format": _NAMES.get(str(name), str(name)) for side, name in
-            (("learner", learner), ("rollout", rollout))}  # fmt: skip
+        policy = EngineOptions.of(get(actor, _FREE)).policy(str(actor.fsdp_config.dtype))
+        learner, sampled = policy.train, policy.rollout if rollout.name == "mantissa" else sampled
+    elif actor.strategy in _FSDPS:
+        learner = get(actor, f"{_FREE}.param_dtype", "bfloat16")
+    elif actor.strategy == "megatron":
+        learner = "fp8" if get(actor, "megatron.override_transformer_config.fp8") else actor.megatron.dtype
+    return {
+        "learner_format": None if learner is None else _NAMES.get(str(learner), str(learner)),
+        "rollout_format": _NAMES.get(sampled, sampled),
+    }
 
 
 def of_config(config: Any, made: Callable[[Any, str], TrainerGate]) -> TrainerGate | None:
