@@ -41,8 +41,8 @@ SAID = {"bypass_copies_rollout": "copy", "learner_copied": "copy", "rows_duplica
 # (fifteen families of transformers, many hardly trained) were written by its maker, who had read no line of the doctor:
 # of g and of g2 (its generator's other seeds, families and sizes, after the mends that g led to) 1% wrong, 30% named
 # right and one alarm were expected; of h (SmolLM2 by transformers, chat and second turns, read by no mend) the same.
-# Those of i (many families, some recurrent; 106 kinds; by another hand, who had read no line of the doctor) were written
-# with its generator; expected before its first look: 1% wrong, 30% named right and one alarm.
+# Those of i (18 families, some recurrent, 102 kinds; its maker had read no line of the doctor) were written with its
+# generator; expected before its first look: 1% wrong, 30% named right and one alarm.
 TRUE = """\
 weights unrelated stale: activation_fp8_engine activation_function_differs activation_variant activations_fp8
   adapter_scale adapter_scale_wrong adapter_wrong_slot async_lag_recorded attention_scale attention_scale_wrong
