@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import dumps
-from mantissa.doctor.diagnosis import Basis, Diagnosis, Verdict
+from mantissa.doctor import signatures
+from mantissa.doctor.diagnosis import Basis, Diagnosis, Finding, Verdict
 from mantissa.doctor.dump import Scored
+from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.examine import examine
 
 SIZES = {"large": dumps.healthy(32, 4, 48), "small": dumps.healthy(8, 4, 32)}
@@ -180,6 +182,26 @@ def test_log_of_p_and_a_number_is_no_temperature(size: str) -> None:
     found = answer(size, lambda x: np.log(np.exp(x) + 0.1))
     assert found.fault is not None, found.headline
     assert found.fault.name == "raised", found.headline
+
+
+@pytest.mark.parametrize(("share", "proven"), [(0.999, True), (0.96, False)])
+def test_a_formula_that_leaves_more_than_rounding_is_not_named(share: float, proven: bool) -> None:
+    """What a cut law gives to rare words looks like a number that was added; but it is another one in each context."""
+    evidence = Evidence.of(dumps.dump_of(SIZES["small"]), 0.04)
+    found = Finding("raised", True, 0.0, 1.0, "of tokens", 0.9, "so", share=share)
+    judged = signatures.judged(
+        evidence, [dataclasses.replace(each, found=False) for each in signatures.findings(evidence)], [found]
+    )
+    assert (bool(judged.named), bool(judged.likely)) == (proven, not proven)
+    assert proven or "4% of the squared gap is left" in judged.why
+
+
+@pytest.mark.parametrize(("more", "named"), [(0.3, True), (0.0, False)])
+def test_a_hole_of_zeros_is_no_logit_less_the_largest_one(more: float, named: bool) -> None:
+    """Whose other tokens have too much: no word of their contexts was certain."""
+    found = answer("large", lambda x: np.where((x > -0.7) | (np.abs(x * 1e4 % 1) < 0.03), 0.0, x + more))
+    name = found.fault.name if found.fault else ""
+    assert (name == "unnormalised") == named, found.headline
 
 
 @pytest.mark.parametrize("size", SIZES)

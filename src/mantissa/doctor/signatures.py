@@ -49,6 +49,7 @@ from mantissa.doctor.facts import (
     FEWEST_TOLD,
     FIRST_ONES,
     FORETOLD,
+    FORMULAS,
     IN_CONTEXT,
     IN_MOST,
     LEVEL,
@@ -297,6 +298,8 @@ def _doubt(e: Evidence, every: Sequence[Finding], named: Sequence[Finding]) -> s
         return _consequence(e, every, named)
     if first.name in ALONE and 0 < first.share < MOST_OF_IT:
         return f"{1 - first.share:.0%} of the squared gap is elsewhere"
+    if first.share < FORMULAS.get(first.name, 0.0):
+        return f"{1 - first.share:.0%} of the squared gap is left, and a formula of what is saved leaves rounding alone"
     if first.name in BY_LITTLE and first.p > SURELY_SO:
         return f"one of {1 / first.p:.0f} gaps of other causes is so"
     need = _NEEDS.get(first.name)

@@ -174,7 +174,8 @@ def _unnormalised(e: Evidence) -> tuple[str, Array]:
         sure = others > LIKELIEST
         some = ((others < b.likely) & at).mean() > b.zero and at.mean() < b.zeros
         above = (own - others > -b.noise * e.usual).mean()
-        if some and above > b.above and (not sure.any() or at[sure].mean() > b.likeliest):
+        spared = not at.all() and float(np.median((own - others)[~at])) < b.rest  # a hole filled up with zeros
+        if some and above > b.above and not spared and (not sure.any() or at[sure].mean() > b.likeliest):
             where = np.zeros(len(both), dtype=bool)
             where[np.flatnonzero(both)[of_these]] = True
             return name, where
