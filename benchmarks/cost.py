@@ -10,12 +10,8 @@ the two largest sizes. On one thread, so that other work on the machine does not
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import math
-import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +19,7 @@ from runner import Rows, case
 from sampling import engine_of, ours
 from steps import decoder_config, interleaved, training_step
 
+from mantissa.bench.runner import peak_growth
 from mantissa.model.config import ModelConfig
 from mantissa.model.decoder import Decoder
 from mantissa.precision import PrecisionPolicy
@@ -35,25 +32,9 @@ AXES: dict[str, tuple[int, ...]] = {
 LAYERS = 4
 
 
-def peak_above(work: Callable[[], Any]) -> int:
-    """Bytes that the process holds at most during the call, beyond what it held before; Linux."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what is free already is not to be taken for nothing
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = _status("VmRSS")
-    work()
-    return max(0, _status("VmHWM") - before)
-
-
 def peak_of(make: Callable[[dict[str, int]], Callable[[], Any]], size: dict[str, int]) -> int:
-    """The same for what is built and done once."""
-    return peak_above(lambda: make(size)())
-
-
-def _status(name: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
-    assert found is not None
-    return 1024 * int(found[1])
+    """Bytes that the process holds at most while something is built and done once; 0 where the system does not say."""
+    return peak_growth(lambda: make(size)(), "cpu") or 0
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:

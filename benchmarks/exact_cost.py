@@ -23,9 +23,10 @@ from steps import decoder_config, spread
 from workers import turns
 
 from mantissa.base.environ import keep_freed_memory
-from mantissa.kernels import ModelShapes, learner_kernels, plan_exact, resolve, rollout_kernels
+from mantissa.kernels import learner_kernels, resolve, rollout_kernels
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import PrecisionPolicy
+from mantissa.rl.assemble import exact_plan
 from mantissa.rl.experience import Sequences
 from mantissa.rl.policy import open_policy, policy_folder
 from mantissa.rl.score import forward
@@ -62,12 +63,7 @@ class Stepper:
             "cpu",
         )
         self.model = model
-        self.plan = None
-        if kernels == "exact":
-            shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-            weights = dict(self.model.named_parameters())
-            shapes = ModelShapes.of(weights, *shape, length=length, rows=rows * length)
-            self.plan = plan_exact(shapes, self.precision.learner, "cpu")
+        self.plan = exact_plan(self.precision, model, torch.device("cpu"), length, rows * length)
         self.kernels = learner_kernels(self.precision, self.plan)
         self.engine = NativeEngine(
             config, rollout_kernels(self.precision, self.plan), kv_format=self.precision.kv_cache.active, slots=rows,

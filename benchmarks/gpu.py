@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from cost import peak_above
 from rows import ROOT
 from runner import Row, Rows, case
 from steps import decoder_config, interleaved, spread, step_rows, training_step
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from mantissa.bench.command import run_bench
 from mantissa.bench.options import BenchConfig
-from mantissa.bench.runner import Contender, Runner, quartiles, speed_up, step_seconds, training_peak
+from mantissa.bench.runner import Contender, Runner, peak_growth, quartiles, speed_up, step_seconds, training_peak
 from mantissa.bench.workload import Source, parse_size, short
 from mantissa.kernels import Kernels, NativeKernels, learner_kernels, resolve
 from mantissa.kernels.exact.gpu import ExactGpuKernels
@@ -105,7 +104,7 @@ def _steps(size: tuple[int, int, int, int, int], rounds: int, device: str) -> li
     return rows
 
 
-def peak_of_step(make: Callable[[], Callable[[], Any]], device: str) -> int:
+def peak_of_step(make: Callable[[], Callable[[], Any]], device: str) -> int | None:
     """Bytes that making a contender and two of its steps hold at most, beyond what was there; it is gone then."""
 
     def work() -> None:
@@ -113,15 +112,7 @@ def peak_of_step(make: Callable[[], Callable[[], Any]], device: str) -> int:
         for _ in range(2):  # the optimiser's moments are made in the first
             step()
 
-    if device == "cpu":
-        return peak_above(work)
-    cleared()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    work()
-    peak = torch.cuda.max_memory_allocated() - before
-    cleared()
-    return peak
+    return peak_growth(work, device)
 
 
 # ---- sizes

@@ -14,10 +14,11 @@ from typing import Annotated
 import typer
 from soak_job import SIZES
 from soak_load import FAULTS, SoakConfig, run_soak
-from soak_report import SIZE_HEADER, size_rows, write_report
+from soak_report import SIZE_HEADER, size_rows
 
 from mantissa.base.errors import MantissaError
 from mantissa.cli import progress, screen, split
+from mantissa.runs import rows
 
 
 def soak(
@@ -43,7 +44,7 @@ def soak(
     model on them, saves it, reads it back and predicts. Faults are real: a worker is killed, the database is locked,
     the disk is full, a program never ends. Killed itself, the same command goes on.
 
-    Writes soak.html, soak.jsonl (rows) and events.jsonl. Exit code 1 where something was lost or given up.
+    Writes soak.jsonl (rows) and events.jsonl. Exit code 1 where something was lost or given up.
     """
     from mantissa.runs.page import terminal
 
@@ -56,7 +57,7 @@ def soak(
     screen(120).print(terminal(SIZE_HEADER, size_rows(report)))
     for sentence in report.sentences:
         typer.echo(sentence)
-    typer.echo(f"page: {write_report(folder, report)}")
+    rows.write(folder / "soak.jsonl", report.rows)
     if not report.good:
         raise typer.Exit(1)
 

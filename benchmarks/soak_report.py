@@ -1,4 +1,4 @@
-"""The account of a load: what its folder says, in figures, rows and a page.
+"""The account of a load: what its folder says, in figures and rows.
 
 Everything is read again from disk: what was committed from the database, what the workers say that they committed from
 their logs, latencies, memory and faults from the events. Of a job that is done
@@ -20,17 +20,14 @@ from typing import Any
 import numpy as np
 from soak_job import BUFFER, PHASES, SIZES, Row
 
-from mantissa.base.files import JsonLines, write_atomically
+from mantissa.base.files import JsonLines
 from mantissa.base.provenance import stamp
 from mantissa.bench.rows import crossover
 from mantissa.bench.runner import quartiles, speed_up
 from mantissa.genesis.worldmodel import SQLiteBuffer
 from mantissa.mismatch.intervals import Estimate, student_interval
-from mantissa.runs import rows as rows_of
-from mantissa.runs.page import Banner, Heading, KeyNumbers, Plots, Sentence, Table, render
-from mantissa.runs.plots import COLOURS, Line, chart
 
-EVENTS, PAGE, ROWS = "events.jsonl", "soak.html", "soak.jsonl"
+EVENTS = "events.jsonl"
 _WARM = 2  # jobs of a process before its memory counts
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 _SUMMED = ("trajectories", "executions", "steps", "overflows", "retried", "skipped", "guard_events", "hung")
@@ -126,6 +123,7 @@ class Report:
         """The account, and what else is worth a sentence."""
         a, f = self.account, self.figures
         said = [
+            "nothing lost, nothing written twice" if a.good else "the account does not add up",
             f"{a.stored:,} trajectories in the database, {a.logged:,} in the workers' logs: {a.lost} lost, {a.doubled} "
             f"doubled, {a.foreign} of nobody; the file is {'whole' if a.intact else 'damaged'}",
             f"{f['jobs_done']} jobs done, {f['jobs_failed']} given up; {f['jobs_per_minute']:.1f} a minute, "
@@ -218,36 +216,6 @@ def _quantile(values: Sequence[float], q: float) -> float:
     return float(np.quantile(values, q)) if values else math.nan
 
 
-def write_report(folder: Path, report: Report) -> Path:
-    """Write ``soak.jsonl`` and ``soak.html``; the page's path."""
-    rows_of.write(folder / ROWS, report.rows)
-    f, done = report.figures, report.of("done")
-    headline = "Nothing lost, nothing written twice" if report.account.good else "The account does not add up"
-    level = "healthy" if report.good else "unhealthy"
-    blocks = [
-        Heading("Soak", 1),
-        Sentence(f"{report.config['jobs']} jobs at a time · {report.config['precision']} · seed "
-                     f"{report.config['seed']} · faults: {', '.join(report.config['faults']) or 'none'}", "sub"),
-        Banner(headline, report.sentences, level),
-        KeyNumbers([
-            ("jobs a minute", f"{f['jobs_per_minute']:.1f}", f"{f['trajectories_per_s']:.1f} trajectories/s"),
-            ("a job, median", f"{f['latency_s_p50']:.1f} s", f"99%: {f['latency_s_p99']:.1f} s; published bar 60 s"),
-            ("an iteration, longest", f"{f['iteration_s_max']:.0f} s", "published bar for its five jobs: 300 s"),
-            ("longest commit", f"{f['commit_s_max']:.2f} s", "waiting for a lock included"),
-        ]),
-        Heading("By size"),
-        Table(SIZE_HEADER, size_rows(report), ["n"] * len(SIZE_HEADER)),
-    ]  # fmt: skip
-    if done:
-        blocks += [Heading("Over time"), Plots([_memory(done), _latency(report)])]
-    faults = _faults(report)
-    if faults:
-        blocks += [Heading("Faults"), Table(("job", "faults", "what came"), faults, ["n", "", ""])]
-    path = folder / PAGE
-    write_atomically(path, render("Soak", blocks))
-    return path
-
-
 SIZE_HEADER = ("size", "jobs", "latency", *PHASES, "speed against fp32", "loss against fp32")
 
 
@@ -261,37 +229,3 @@ def size_rows(report: Report) -> list[list[str]]:
             speed = f"{row['speed_up']:.2f}x ({row['speed_up_low']:.2f}..{row['speed_up_high']:.2f})"
         lines.append([row["case"], str(row["jobs_done"]), *times, speed, f"within {row['loss_over_fp32_max']:.2%}"])
     return lines
-
-
-def _faults(report: Report) -> list[list[str]]:
-    """For each job that was hit: by what and when, and how it ended."""
-    lines = []
-    for end in (row for row in report.events if row["event"] in ("done", "failed")):
-        mine = [row for row in report.events if row.get("job") == end["job"]]
-        hits = [f"{row['kind']} at {row['phase']}" for row in mine if row["event"] == "fault"]
-        hits += ["a program that never ends"] if end.get("hung") else []
-        if hits:
-            whys = [row["why"] for row in mine if row["event"] == "attempt failed"]
-            said = f"{end['event']} at attempt {end['attempts']}, {end['latency_s']:.1f} s"
-            lines.append([end["job"], ", ".join(hits), "; ".join([said, *whys])])
-    return lines
-
-
-def _memory(done: Sequence[Row]) -> Any:
-    lines, first = [], min(row["time"] for row in done)
-    for colour, slot in zip(COLOURS * 8, sorted({row["slot"] for row in done}), strict=False):
-        mine = [row for row in done if row["slot"] == slot]
-        x = np.array([(row["time"] - first) / 60 for row in mine])
-        lines.append(Line(slot, colour, x, np.array([row["rss_bytes"] / 2**20 for row in mine])))
-    note = "Resident memory of each worker after each job; where one was killed a new process goes on."
-    return chart("Memory", note, lines, "MiB", across="minutes", bottom=0)
-
-
-def _latency(report: Report) -> Any:
-    lines = []
-    for colour, size in zip(COLOURS, report.config["sizes"], strict=False):
-        mine = [row for row in report.of("done") if row["size"] == size]
-        if mine:
-            x, y = ([row[name] for row in mine] for name in ("iteration", "latency_s"))
-            lines.append(Line(size, colour, np.array(x, np.float64) + 1, np.array(y)))
-    return chart("Latency", "Of each job, failed attempts included.", lines, "seconds", across="iteration", bottom=0)

@@ -284,7 +284,7 @@ def soak(kills: int) -> Command:
             for name in ("step", "attempts", "own_rss_bytes", "rss_bytes", "speed_up"):
                 row.pop(name, None)
         jobs = {f"job {name}": row for name, row in done.items()}
-        return trajectories(folder) | jobs | {"page is whole": whole(folder / "soak.html")}
+        return trajectories(folder) | jobs | {"rows": len(lines(folder / "soak.jsonl"))}
 
     def trajectories(folder: Path) -> Found:
         if not (folder / "buffer.db").is_file():

@@ -21,6 +21,7 @@ from mantissa.bench.runner import (
     RefusedError,
     Runner,
     Setting,
+    peak_growth,
     quartiles,
     run_scenario,
     run_size,
@@ -294,6 +295,7 @@ def test_peak_memory_of_a_process_is_at_least_weights_gradients_and_moments(prec
     # AdamW in fp32: weights, gradients, two moments of 4 bytes; bf16 may hold a copy of weights and their gradients
     assert 4 * 4 * 4e6 * 0.97 <= large <= 4 * 4 * 4e6 * 1.6 + 16e6
     assert small < 16e6  # and a large model's memory does not stay in a small one's row
+    assert 60 << 20 < (peak_growth(lambda: bytearray(64 << 20), "cpu") or 0) < 80 << 20
 
 
 def test_out_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

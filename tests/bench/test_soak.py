@@ -22,7 +22,6 @@ from soak_load import FAULTS, SoakConfig, run_soak
 from soak_report import EVENTS, leak, report_of
 from typer.testing import CliRunner
 
-from html_page import Page
 from mantissa.base.errors import MantissaError
 from mantissa.base.files import JsonLines
 from mantissa.genesis.worldmodel import SQLiteBuffer
@@ -46,6 +45,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> tuple[SoakConfig, Path]:
     config = SoakConfig(**TINY, faults=tuple(FAULTS), seed=3)
     result = command(config, folder)
     assert result.exit_code == 0, result.output
+    assert "nothing lost, nothing written twice" in result.output
     assert "0 lost, 0 doubled, 0 of nobody" in result.output
     return config, folder
 
@@ -89,13 +89,8 @@ def test_every_fault_comes_and_nothing_is_lost_or_doubled(faulty: tuple[SoakConf
 
 
 @pytest.mark.slow
-def test_the_page_and_the_rows_say_it(faulty: tuple[SoakConfig, Path]) -> None:
+def test_the_rows_say_it(faulty: tuple[SoakConfig, Path]) -> None:
     config, folder = faulty
-    text = (folder / "soak.html").read_text()
-    page = Page(text)
-    page.assert_self_contained(text)
-    for said in ("Nothing lost, nothing written twice", "lock at store", "a program that never ends"):
-        assert said in page.text
     whole, row = map(json.loads, (folder / "soak.jsonl").read_text().splitlines())
     assert (whole["case"], whole["stored"], whole["lost"], whole["fault_kill"]) == ("load", 30, 0, 1)
     assert (row["case"], row["requested"], row["active"], row["samples"]) == ("small_api", "fp16", "fp16", 30)
@@ -146,7 +141,7 @@ def test_the_account_sees_what_was_tampered_with(
     result = command(config, tmp_path)
     assert result.exit_code == 1
     assert f"{found[0]} lost, {found[1]} doubled, {found[2]} of nobody" in result.output
-    assert "does not add up" in (tmp_path / "soak.html").read_text()
+    assert "the account does not add up" in result.output
 
 
 def test_a_leak_is_the_slope_that_least_squares_finds() -> None:

@@ -353,15 +353,32 @@ def test_no_number_at_certain_tokens_alone_may_be_an_overflow() -> None:
     assert (found.fault.name, found.fault.also) == ("unscored", ()), found.headline
 
 
-def test_a_bias_on_few_words_is_no_likeliest_token() -> None:
-    """All other words are a little below, which a likeliest token's log-prob never is."""
-    draw, words, rows = np.random.default_rng(0), 300, []
-    for _ in range(96):
-        z = draw.normal(0, 2.0, (32, words))
-        x, y = (each - np.logaddexp.reduce(each, 1)[:, None] for each in (z + 3.0 * (np.arange(words) < 4), z))
+def answered(
+    spread: float, change: Callable[[int, np.ndarray, np.random.Generator], np.ndarray], rows: int = 96
+) -> Diagnosis:
+    """What is said of a policy of independent normal logits, 32,300 in a sequence, which ``change`` makes the
+    rollout's."""
+    draw, made = np.random.default_rng(0), list[Scored]()
+    for number in range(rows):
+        z = draw.normal(0, spread, (32, 300))
+        x, y = (each - np.logaddexp.reduce(each, 1)[:, None] for each in (change(number, z, draw), z))
         tokens = (x + draw.gumbel(size=x.shape)).argmax(1)
         x, y = x[np.arange(32), tokens], y[np.arange(32), tokens]
-        rows.append(Scored(np.append(1, tokens), 1, x, y, np.ones(32, bool)))
-    found = examine(dumps.dump_of(rows, rollout_format="bf16", learner_format="bf16", experts=False))
-    assert found.fault is not None, found.headline
-    assert found.fault.name == "logit_bias", found.headline
+        made.append(Scored(np.append(1, tokens), 1, x, y, np.ones(32, bool)))
+    return examine(dumps.dump_of(made, rollout_format="bf16", learner_format="bf16", experts=False))
+
+
+@pytest.mark.parametrize(("contexts", "named"), [(1.0, True), (0.2, False)])
+def test_a_bias_on_few_words_is_no_likeliest_token(contexts: float, named: bool) -> None:
+    """All other words are a little below, which a likeliest token's log-prob never is. And where some contexts have
+    none, other sequences do not foretell what it does: it is of something else, as biases of a layer are."""
+    few = np.arange(300) < 4
+    found = answered(2.0, lambda number, z, draw: z + 3.0 * (few & (draw.random((32, 1)) < contexts)))
+    assert (found.fault is not None and found.fault.name == "logit_bias") == named, found.headline
+    assert named or [each.name for each in found.candidates] == ["logit_bias"], found.headline
+
+
+def test_a_temperature_of_some_rows_is_no_likeliest_token() -> None:
+    """It is above the other side wherever it differs far; but of the likeliest tokens some differ too."""
+    found = answered(3.5, lambda number, z, draw: z / (1.4 if number % 2 == 0 else 1.0), 32)
+    assert not next(each for each in found.findings if each.name == "argmax").found

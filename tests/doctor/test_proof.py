@@ -97,6 +97,19 @@ def test_words_that_move_by_another_factor_in_each_context_are_no_bias() -> None
     assert "another factor" in found.headline
 
 
+SHIFT = np.random.default_rng(3).normal(0, 1, WORDS)
+
+
+@pytest.mark.parametrize(("own", "named"), [(0.9, True), (0.45, False)])
+def test_most_of_what_other_weights_do_to_a_token_is_its_own(own: float, named: bool) -> None:
+    """A law, a place or another prompt leaves a little of it, too."""
+    found = told(rolled(lambda x, draw: normal(x + own * SHIFT + np.sqrt(1 - own**2) * draw.normal(0, 1, WORDS))))
+    size = next(each for each in found.findings if each.name == "weights")
+    assert size.found
+    assert (found.basis is Basis.FINDINGS) == named, (size.effect, found.headline)
+    assert (found.fault if named else found.candidates[0]).name == "weights", found.headline  # type: ignore[union-attr]
+
+
 def plain(x: np.ndarray, draw: np.random.Generator) -> np.ndarray:
     return x
 

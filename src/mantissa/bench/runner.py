@@ -191,7 +191,7 @@ _PRELOADED = ["torch", "torch._dynamo"]  # torch imports the latter at an optimi
 def training_peak(request: Contender, batch_size: int) -> int | None:
     """Bytes that making the model and three steps of training need at most, on top of what was there."""
     if torch.device(request.device).type == "cuda":
-        return _cuda_peak(request, batch_size)
+        return peak_growth(lambda: _train_briefly(request, batch_size), request.device)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     safe = changed_environment({"PYTHONSAFEPATH": "1"})  # or it would import what lies in the current folder
@@ -212,24 +212,27 @@ def _train_briefly(request: Contender, batch_size: int) -> None:
         runner.step(batch)
 
 
-def _cuda_peak(request: Contender, batch_size: int) -> int:
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(request.device)
-    before = torch.cuda.memory_allocated(request.device)
-    _train_briefly(request, batch_size)
-    return torch.cuda.max_memory_allocated(request.device) - before
-
-
 def _resident_growth(request: Contender, batch_size: int, threads: int) -> int | None:
     torch.set_num_threads(threads)
     small = Contender(Source(parameters=1000), request.precision, request.device, request.backend)
     _train_briefly(small, batch_size=8)  # what is loaded on first use (kernels, threads) is not this model's
+    return peak_growth(lambda: _train_briefly(request, batch_size), request.device)
+
+
+def peak_growth(work: Callable[[], object], device: torch.device | str) -> int | None:
+    """Bytes that a device's memory, or a CPU's process, holds at most during ``work`` beyond what it held before; None
+    where the system does not say."""
     give_back_freed()
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - held
     with contextlib.suppress(OSError):  # begin the peak anew: a machine's first run has measured its products by now
         Path("/proc/self/clear_refs").write_text("5")
     before = _status_bytes("VmRSS")
-    _train_briefly(request, batch_size)
+    work()
     peak = _status_bytes("VmHWM")
     return None if before is None or peak is None else peak - before
 

@@ -190,13 +190,15 @@ SINGLE = (3.0, 0.5)  # times the usual, with single tokens; of which more than s
 # what a name needs (signatures.py); by four sets of dumps of other hands, each left out in turn
 ALONE = ("end_token", "first_token", "turn", "onset", "padding", "capacity")  # the others are healthy
 MOST_OF_IT = 0.75  # of sum d^2, that such a place holds: right ones held 0.89 and more, wrong ones 0.24 to 0.69
-BY_LITTLE = ("support", "logit_bias", "min_tokens", "onset")  # laws that claim a sign, and a step of few contexts
+BY_LITTLE = ("support", "logit_bias", "min_tokens", "onset", "prompt")  # claims of a sign, steps of few contexts
 SURELY_SO = 0.01  # their p: wrong ones had 0.02 and 0.03, right ones 0.002
 NEAR = 0.9  # of the gap: a line or a curve that explains so much is as good as the law
 IN_CONTEXT = (
     5.0  # standard errors, of how words of one context move with their log-prob: laws have up to 2.2 (one of 4)
 )
-SAME_ODDS = 0.25  # of the median change of a word's odds, the quartiles' distance: six biased words have up to 0.21
+FORETOLD = 0.9  # of the squares of what other sequences foretell: biases have 0.99 and more, broken layers up to 0.77
+FEWEST_TOLD = 3  # tokens, that are foretold
+OWN_TOKEN = 0.4  # of a difference is the same in all prompts: what is no weights leaves up to 0.32, weights 0.34 on
 FEWEST_CERTAIN = 20  # tokens, whose differences are
 ONE_NUMBER = 0.25  # of their median, the quartiles' distance: a smoothed loss has 0.1, laws that cut have 1 and more
 APART = 4.0  # times: the padded prompts' sizes over the longest's

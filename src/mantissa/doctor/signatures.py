@@ -17,7 +17,8 @@ each kind of hypothesis has a need of its own, tested on four sets of dumps by o
   well, it is a consequence of something that is not known;
 - a **place** beside which all is healthy must hold nearly all of the gap, and what holds as much is a rival;
 - a **law** must predict more than a sign, or be surer of it: that two words of one context move alike (support), that a
-  word's odds change by one factor (a bias), that a line would not do as well (a soft cap).
+  word's odds change by one factor (a bias), that a line would not do as well (a soft cap);
+- what is **taken from some sequences** (a word's bias, a token's own difference) must foretell others.
 
 What fails a need is *not proven*: the answer is then not known, and says what it looks like. A rival that the numbers
 cannot exclude is said beside the name (``Finding.also``).
@@ -45,16 +46,18 @@ from mantissa.doctor.facts import (
     FEW_OUT,
     FEW_ROWS,
     FEWEST,
+    FEWEST_TOLD,
     FIRST_ONES,
+    FORETOLD,
     IN_CONTEXT,
     IN_MOST,
     LEVEL,
     LITTLE,
     MOST_OF_IT,
     NEAR,
+    OWN_TOKEN,
     PARTLY,
     RELATED,
-    SAME_ODDS,
     SECOND,
     STRANGERS,
     SURELY_SO,
@@ -343,23 +346,28 @@ def _support(e: Evidence, found: Finding) -> str:
 
 
 def _logit_bias(e: Evidence, found: Finding) -> str:
-    """A bias b changes the odds of a word by exp b in every context."""
+    """A bias b changes the odds of a word by exp b in every context: other sequences foretell by how much."""
     words = e.texts[e.places]
-    own = one_sided(e.clean.telling, words[e.telling], e.usual).others
+    own = np.isin(words, one_sided(e.clean.telling, words[e.telling], e.usual).others) & e.telling
     odds = _logit(e.clean.y) - _logit(e.clean.x)
-    middles, spreads = list[float](), list[float]()
-    for word in own.tolist():
-        values = odds[words == word]
-        if len(values) >= 3:
-            low, middle, high = np.quantile(values, (0.25, 0.5, 0.75))
-            middles.append(abs(float(middle)))
-            spreads.append(float(high - low))
-    if not middles or max(middles) <= e.usual:
+    share, tokens = _foretold(words[own], odds[own], e.clean.sequence[own])
+    if tokens < FEWEST_TOLD:
         return "no word of it was sampled often enough, or moves far enough, to see its odds"
-    alike = [spread <= max(SAME_ODDS * middle, 2 * e.usual) for middle, spread in zip(middles, spreads, strict=True)]
-    return (
-        "" if all(alike) else "a word's odds change by another factor in each context, and a bias changes them by one"
-    )
+    if share > FORETOLD:
+        return ""
+    return "a word's odds change by another factor in each context, and a bias changes them by one"
+
+
+def _foretold(key: np.ndarray, value: np.ndarray, sequence: np.ndarray) -> tuple[float, int]:
+    """The share of the sum of value^2 that goes when each token is foretold by its key's mean in other sequences; and
+    of how many tokens that is, of keys which two sequences have."""
+    _, key = np.unique(key, return_inverse=True)
+    _, cell = np.unique(np.stack([key, sequence]), axis=1, return_inverse=True)
+    cell = cell.reshape(-1)
+    sums, counts = (np.bincount(key, each)[key] - np.bincount(cell, each)[cell] for each in (value, np.ones(len(key))))
+    told = counts > 0
+    left = value[told] - sums[told] / counts[told]
+    return 1 - float(np.square(left).sum()) / max(float(np.square(value[told]).sum()), 1e-30), int(told.sum())
 
 
 def _logit(x: np.ndarray) -> np.ndarray:
@@ -415,6 +423,12 @@ def _sizes(e: Evidence, at: np.ndarray) -> tuple[float, np.ndarray]:
     return float(np.sqrt(square.sum() / max(count.sum(), 1))), np.sqrt(square[count > 0] / count[count > 0])
 
 
+def _weights(e: Evidence, found: Finding) -> str:
+    """Of a gap by other weights much is the token's own; a law or a place leaves a little of it, too."""
+    told = found.effect > OWN_TOKEN
+    return "" if told else f"{1 - found.effect:.0%} of what a token differs by is new in each prompt"
+
+
 def _single(e: Evidence, found: Finding) -> str:
     return "nothing says what is special about these tokens"
 
@@ -422,7 +436,7 @@ def _single(e: Evidence, found: Finding) -> str:
 _NEEDS: dict[str, Callable[[Evidence, Finding], str]] = {
     "support": _support, "logit_bias": _logit_bias, "soft_cap": _soft_cap, "padding": _padding,
     "min_tokens": _min_tokens, "single_tokens": _single, "unrelated": _unrelated,
-    "position": _in_most, "turn": _in_most, "onset": _in_most,
+    "position": _in_most, "turn": _in_most, "onset": _in_most, "weights": _weights,
 }  # fmt: skip
 
 

@@ -364,6 +364,7 @@ def argmax(e: Evidence, tests: int) -> Finding:
     t, usual, b = e.clean, e.usual, of("argmax")
     if t.units < FEWEST:
         return few("argmax", t.units)
+    words = np.log(1 + int(e.texts.max(initial=1))) + b.words
     best: tuple[float, str, float, Array] = (0.0, "", 1.0, t.d)
     for side, one, other, pair in (("rollout", t.x, t.y, (1, 2, 3, 4)), ("learner", t.y, t.x, (3, 4, 1, 2))):
         sure = other > LIKELIEST
@@ -372,7 +373,8 @@ def argmax(e: Evidence, tests: int) -> Finding:
         moved, fixed = (np.abs(e.pairs[:, pair[k]] - e.pairs[:, pair[k + 1]]) for k in (0, 2))
         telling = fixed > max(b.apart[0], b.apart[1] * usual)
         alike = (moved[telling] < b.same + usual).mean() if telling.sum() >= PAIRS else 1.0
-        healthy = sure.sum() < b.fewest or np.median(np.abs(t.u[sure])) <= usual
+        healthy = sure.sum() < b.fewest or float((np.abs(t.u[sure]) > usual).mean()) < b.sure
+        healthy = healthy and float(one.min()) > -words  # of V words the likeliest has 1 / V at the least
         decided = sure.sum() >= b.fewest or telling.sum() >= PAIRS
         fits = alike > b.alike and healthy and above.mean() > b.above and far.mean() > b.far
         if decided and fits and one.max() < -SAME:
