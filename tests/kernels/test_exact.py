@@ -82,10 +82,10 @@ def test_a_rollouts_packed_weight_gives_the_learners_bits() -> None:
     shapes = ModelShapes((("gate_proj", 288, 256), ("lm_head", 288, 40)), 2, 1, 16, 40, 32, 256)
     plan = plan_exact(shapes, exactly("bf16", backend="simulated").learner, "cpu")
     assert (plan.product((256, 288)).onednn, plan.product((40, 288)).onednn) == (_ONEDNN, False)
-    assert ExactKernels(BF16, plan).packs == _ONEDNN
     x, weight = drawn(300, 288), drawn(256, 288, seed=1)
     for choice in (plan.product((256, 288)), held(PRODUCTS[0], x, weight), PRODUCTS[1], PRODUCTS[2]):
         learner = product(x, weight, choice)
+        assert ExactKernels(BF16, plan).laid(weight).is_mkldnn == _ONEDNN
         torch.testing.assert_close(learner.double(), x.double() @ weight.double().t(), rtol=0, atol=1e-4)
         for rows in (1, 16, 40, 300):
             assert torch.equal(product(x[:rows], packed(weight), choice), learner[:rows])

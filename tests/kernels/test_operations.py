@@ -35,6 +35,7 @@ from mantissa.kernels import (
     resolve,
     rollout_kernels,
 )
+from mantissa.kernels.compiled import is_laid
 from mantissa.kernels.exact.plan import Choice
 from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import BF16, FP16, FP32, Fp8Policy, NumberFormat, PrecisionPolicy, is_on_grid, round_to_format
@@ -334,7 +335,7 @@ def test_packed_copies_hold_the_same_values_and_give_the_same_logits(precision: 
         for policy in (plain, laid):
             policy.take(masters)
         assert all(torch.equal(kept, laid.weights[name]) for name, kept in plain.weights.items())
-        assert laid.decoder.head_weight.is_mkldnn == torch.backends.mkldnn.is_available()
+        assert is_laid(laid.decoder.head_weight) == torch.backends.mkldnn.is_available()
         with torch.no_grad():
             expected, found = (p.decoder.logits(p.decoder(tokens, kernels), kernels) for p in (plain, laid))
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 if precision == "fp32" else 2e-2)
@@ -347,5 +348,7 @@ def test_packed_copies_hold_the_same_values_and_give_the_same_logits(precision: 
 
 
 def test_only_who_multiplies_by_this_product_has_packed_weights() -> None:
-    exact = ExactKernels(FP32, ExactPlan({}, Choice("fp64", 1)))
-    assert [exact.packs, NativeKernels(FP16).packs, NativeKernels(FP32).packs] == [False, False, True]
+    exact, weight = ExactKernels(FP32, ExactPlan({}, Choice("fp64", 1))), torch.ones(256, 256)
+    families: list[Kernels] = [exact, NativeKernels(FP16), NativeKernels(FP32)]
+    expected = [False, False, torch.backends.mkldnn.is_available()]
+    assert [is_laid(kernels.laid(kernels.copied(weight))) for kernels in families] == expected

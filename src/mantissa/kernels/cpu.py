@@ -5,9 +5,10 @@ What torch calls for ``x @ w^T`` packs the weight anew at each call, which for a
 which comes with torch, gives 48 there, and 73 where the weight was packed beforehand. On Zen 5 it takes less than half
 of the other's time from 64 rows on, in all three products of a linear map (576 x 1536, one thread).
 
-A packed weight is an ordinary tensor in a layout of oneDNN's own: its values are the same, and ``to_dense`` gives them
-back. Only what does not train is kept so. In bf16, where the processor multiplies it itself, a packed product takes
-half of fp32's time from one row on (1 to 512 rows of 576 x 1536, AMD Zen 5): its weight has half the bytes.
+A weight that does not train is kept in the layout that its product reads fastest: for the compiled products
+(``compiled.py``) where those were measured to be the faster ones, else for oneDNN's. Its values are the same, and
+``to_dense`` gives them back. In bf16, where the processor multiplies it itself, oneDNN's packed product takes half of
+fp32's time from one row on (1 to 512 rows of 576 x 1536, AMD Zen 5): its weight has half the bytes.
 
 Processors with AMX (Intel's servers from Sapphire Rapids on) or AVX512-BF16 (AMD from Zen 4 on, Intel's Cooper Lake)
 multiply bf16 values exactly and add in fp32; on others the same call widens its operands and is no faster than fp32.
@@ -46,6 +47,8 @@ from torch import Tensor
 from mantissa.base.environ import CPU_MODEL
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.json import parse_json
+from mantissa.kernels import compiled
+from mantissa.kernels.compiled import KINDS, Kind, Laid
 from mantissa.precision import BlockScaled, int8_codes
 
 Side = Literal["forward", "input", "weight", "heads"]
@@ -65,6 +68,7 @@ _WORTH = 0.95  # of torch's time: a way that gains less is not taken
 _SMALL_PRODUCT = 1 << 21  # multiplications from which an unmeasured product goes to oneDNN
 _ONEDNN = torch.backends.mkldnn.is_available()
 _SMALL_WEIGHT = 1 << 16
+_DECODED, _DECODED_ROWS = (1024, 4096), (1, 16, 64)  # a large weight, and rows decoded at a time
 _AS_IT_IS = nullcontext()
 _INT8_FEATURES = (1 << 17) - 1  # of 128 * 128 each: one more could make 2^31
 
@@ -87,7 +91,9 @@ class Products:
         return self.table.way(self.operands, side, rows, weight)
 
     def forward(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
-        """x @ weight^T + bias; ``weight_FE`` may be packed."""
+        """x @ weight^T + bias; ``weight_FE`` may be laid out."""
+        if isinstance(weight_FE, Laid):
+            return weight_FE.product(x_NE, bias_F)
         if weight_FE.is_mkldnn:
             return multiply(ONEDNN, x_NE, weight_FE, bias_F)
         way = self._way("forward", x_NE, x_NE.numel() // max(1, x_NE.shape[-1]), weight_FE.numel())
@@ -102,6 +108,17 @@ class Products:
         """The gradient of the weight: grad^T @ x, of two matrices."""
         way = self._way("weight", grad_NF, len(grad_NF), grad_NF.shape[1] * x_NE.shape[1])
         return multiply(way, grad_NF.t(), x_NE.t())
+
+    def laid(self, copy_FE: Tensor, kind: Kind) -> Tensor:
+        """A copy that does not train, with values of ``kind``, in the layout that its product reads fastest."""
+        if not packable(tuple(copy_FE.shape)) or copy_FE.device.type != "cpu":
+            return copy_FE
+        of = self.table or products()
+        return (
+            compiled.lay(copy_FE, kind)
+            if kind in of.compiled and compiled.fits(copy_FE.shape, kind)
+            else packed(copy_FE)
+        )
 
     def heads(self, x: Tensor, rows: int, values: int) -> AbstractContextManager[None]:
         """Within this, batched products take the way of ``rows`` rows by ``values`` values for each head."""
@@ -136,6 +153,10 @@ def packed(weight_FE: Tensor) -> Tensor:
     """``weight_FE`` in the layout that a product reads fastest; itself where that is the one it has."""
     if not _lays_out(weight_FE):
         return weight_FE
+    return _reordered(weight_FE)
+
+
+def _reordered(weight_FE: Tensor) -> Tensor:
     layout: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_FE.contiguous())
     return layout
 
@@ -210,13 +231,15 @@ class CpuProducts:
 
     ``ways``: by what operands hold and the product's side, a string for each class of weights, a letter of it for each
     class of rows. ``flushes``: whether products of bf16 tensors take magnitudes below 2^-126 for zero, as the
-    instructions of AVX512-BF16 and AMX do.
+    instructions of AVX512-BF16 and AMX do. ``compiled``: the kinds of weights that do not train whose compiled products
+    (``compiled.py``) take less time than oneDNN's.
     """
 
     ratio: float
     int8_ratio: float = math.inf
     ways: Mapping[str, tuple[str, ...]] = field(default_factory=_unmeasured, hash=False)
     flushes: bool = False
+    compiled: tuple[Kind, ...] = ()
 
     @property
     def own(self) -> frozenset[str]:
@@ -240,7 +263,12 @@ class CpuProducts:
         """Plain values, of which ``of`` makes the same again."""
         ratios = {"bf16": self.ratio, "int8": self.int8_ratio}
         finite = {name: ratio if math.isfinite(ratio) else None for name, ratio in ratios.items()}
-        return {**finite, "flushes": self.flushes, "ways": {key: list(rows) for key, rows in self.ways.items()}}
+        return {
+            **finite,
+            "flushes": self.flushes,
+            "compiled": list(self.compiled),
+            "ways": {key: list(rows) for key, rows in self.ways.items()},
+        }
 
     @staticmethod
     def of(record: Any) -> CpuProducts:
@@ -249,13 +277,16 @@ class CpuProducts:
             ratios = [math.inf if record[name] is None else float(record[name]) for name in ("bf16", "int8")]
             ways = {key: tuple(record["ways"][key]) for key in _unmeasured()}
             flushes = record["flushes"]
+            kinds = tuple(kind for kind in KINDS if kind in record.get("compiled", ()))  # an older run has none
         except (KeyError, TypeError, ValueError, AttributeError):
             raise MantissaError(f"{record!r:.60}: expected a table of products, as runs write it") from None
         if not all(_is_ways(rows, key.startswith("bf16")) for key, rows in ways.items()):
             raise MantissaError("a table of products has other ways or sizes than runs write; measure it anew")
         if not all(ratio > 0 for ratio in ratios) or not isinstance(flushes, bool):
             raise MantissaError(f"a table of products has ratios {ratios}; expected positive numbers")
-        return CpuProducts(ratios[0], ratios[1], ways, flushes)
+        if len(kinds) != len(record.get("compiled", ())):
+            raise MantissaError(f"a table of products has compiled ones of {record['compiled']}; expected of {KINDS}")
+        return CpuProducts(ratios[0], ratios[1], ways, flushes, kinds)
 
     def __str__(self) -> str:
         ratios = {"bf16": self.ratio, "int8": self.int8_ratio}
@@ -269,7 +300,9 @@ class CpuProducts:
             parts = [f"{inner}x{outer} {_runs_of(row)}" for (inner, outer), row in zip(_WEIGHTS, classes, strict=True)]
             what = _runs_of(classes[0]) if len(set(classes)) == 1 else "; ".join(parts)
             said.setdefault(what, []).append(key)
-        return [f"{', '.join(keys)}: {what}" for what, keys in said.items()]
+        rest = f" ({compiled.why_not()})" if compiled.why_not() else ""
+        laid = f"compiled for {', '.join(self.compiled)}" if self.compiled else f"oneDNN{rest}"
+        return [*(f"{', '.join(keys)}: {what}" for what, keys in said.items()), f"weights that do not train: {laid}"]
 
 
 def _is_ways(rows: tuple[Any, ...], switch: bool) -> bool:
@@ -304,6 +337,7 @@ def products() -> CpuProducts:
     about |= {
         name: value for name, value in sorted(os.environ.items()) if name.startswith(("ONEDNN_", "DNNL_", "MKL_"))
     }
+    about["compiled"] = " ".join(compiled.kinds())  # which a compiler that is installed later changes
     key = json.dumps({**about, "oneDNN": torch.backends.mkldnn.is_available()}, sort_keys=True)
     root = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))  # "~" where there is no home
     path = root / "mantissa" / f"products-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
@@ -313,7 +347,7 @@ def products() -> CpuProducts:
     if path.is_absolute():
         with suppress(OSError):  # a folder that cannot be written to
             return _keep(path, key, found)
-    return replace(found, ways=_unmeasured()) if torch.backends.mkldnn.is_available() else found
+    return replace(found, ways=_unmeasured(), compiled=()) if torch.backends.mkldnn.is_available() else found
 
 
 def _keep(path: Path, key: str, found: CpuProducts) -> CpuProducts:
@@ -361,9 +395,29 @@ def measured() -> CpuProducts:
             for side in _SIDES:
                 ways[f"fp32 {side}"], ways[f"bf16 {side}"] = _of_side(side, generator)
             flushes = "bf16" in ratios and _flushes()
+            faster = _compiled("bf16" in ratios, generator)
     finally:
         torch.set_num_threads(threads)
-    return CpuProducts(ratios.get("bf16", math.inf), ratios.get("int8", math.inf), ways, flushes)
+    return CpuProducts(ratios.get("bf16", math.inf), ratios.get("int8", math.inf), ways, flushes, faster)
+
+
+def _compiled(own_bf16: bool, generator: torch.Generator) -> tuple[Kind, ...]:
+    """The kinds whose compiled products are exact, and over the numbers of rows that decode take less time."""
+    tried: list[Kind] = [kind for kind in compiled.kinds() if kind != "pairs" or own_bf16]
+    if not tried:
+        return ()
+    x, weight = operands_of("forward", max(_DECODED_ROWS), *_DECODED, generator)
+    exact, laid = multiply(ONEDNN, x, weight), {kind: compiled.lay(weight, kind) for kind in tried}
+    tried = [kind for kind in tried if torch.equal(laid[kind].product(x), exact)]
+    over = dict.fromkeys(tried, 0.0)
+    for rows in _DECODED_ROWS:
+        for dtype in (torch.float32, torch.bfloat16):
+            ours = [kind for kind in tried if (kind == "pairs") == (dtype is torch.bfloat16)]
+            given, theirs = x[:rows].to(dtype), _reordered(weight.to(dtype)) if ours else weight
+            calls = {str(kind): functools.partial(laid[kind].product, given) for kind in ours}
+            least = _least({"oneDNN": functools.partial(onednn, given, theirs), **calls}) if ours else {}
+            over |= {kind: over[kind] + math.log(least[kind] / least["oneDNN"]) for kind in ours}
+    return tuple(kind for kind in tried if over[kind] < len(_DECODED_ROWS) * math.log(_WORTH))
 
 
 def _ratios() -> dict[str, float]:

@@ -160,9 +160,9 @@ class EmulatedKernels(SimulatedKernels):
         super().__init__(fmt, fmt if emulation.logits else logits_format, weights_on_grid, fp8, table)
         self.emulation = emulation
 
-    @property
-    def packs(self) -> bool:
-        return self.emulation.products is None and self.emulation.tensor_parallel is None  # both take slices
+    def laid(self, copy: Tensor, layer: str = "") -> Tensor:
+        sliced = self.emulation.products is not None or self.emulation.tensor_parallel is not None
+        return copy if sliced else super().laid(copy, layer)
 
     def product(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
         if self.emulation.products is None:

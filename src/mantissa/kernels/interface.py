@@ -50,9 +50,8 @@ class Kernels(Protocol):
     def copied(self, master: Tensor, layer: str = "") -> Tensor | BlockScaled:
         """What a policy that does not train keeps of a master: rounded once, or quantised once. No gradient."""
 
-    @property
-    def packs(self) -> bool:
-        """Whether its products read a copy that ``cpu.packed`` has laid out; it must not train."""
+    def laid(self, copy: Tensor, layer: str = "") -> Tensor:
+        """A matrix that ``copied`` made, in the layout that its product reads fastest (``kernels/cpu.py``)."""
 
     def embedding(self, tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
         """Rows of the embedding table, in the format. ``weight_VE`` is the master."""

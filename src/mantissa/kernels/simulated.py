@@ -34,12 +34,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mantissa.kernels.compiled import Kind
 from mantissa.kernels.cpu import CpuProducts, Products
 from mantissa.precision import (
     ALONG_COLUMNS,
     ALONG_ROWS,
     BF16,
     E4M3,
+    FP16,
     FP32,
     SCHEMES,
     SQUARE,
@@ -200,9 +202,11 @@ class SimulatedKernels:
             return weight_values(master, self.fp8)
         return round_to_format(master.detach(), self.format)
 
-    @property
-    def packs(self) -> bool:
-        return True
+    def laid(self, copy: Tensor, layer: str = "") -> Tensor:
+        kind: Kind = "bf16" if self.format is BF16 else "fp16" if self.format is FP16 else "fp32"
+        if self.fp8 is not None and self.fp8.quantizes(layer):
+            kind = "bf16" if self.fp8.power_of_two else "fp32"  # codes of at most 8 bits times a power of two
+        return self.products.laid(copy, kind)
 
     def product(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
         """x @ weight^T + bias of operands on their grids, fp32, not rounded; an exact family replaces it."""

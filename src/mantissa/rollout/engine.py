@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError, nearest
 from mantissa.kernels import Kernels, Planned, Traced
-from mantissa.kernels.cpu import joinable, packed
+from mantissa.kernels.compiled import is_laid
+from mantissa.kernels.cpu import joinable
 from mantissa.model import ModelConfig
 from mantissa.model.decoder import MLP, Attention, Decoder, Joined, Projection
 from mantissa.precision import BlockScaled, NumberFormat
@@ -44,7 +45,7 @@ T = TypeVar("T")
 class CopiedPolicy:
     """A decoder that holds copies. ``who`` begins its errors: ``sync``, ``reference``.
 
-    ``pack``: keep matrices in their products' layout, where the kernels read it.
+    ``pack``: keep matrices in their products' layout (``Kernels.laid``).
 
     It holds NaN until ``take`` has succeeded: a policy with half its weights is nobody's policy.
     """
@@ -53,7 +54,7 @@ class CopiedPolicy:
         self, config: ModelConfig, kernels: Kernels, device: torch.device | str, who: str, pack: bool = False
     ) -> None:
         self.kernels, self.who = kernels, who
-        self._pack = pack and kernels.packs
+        self._pack = pack
         with torch.device("meta"):  # neither memory nor random values for what ``take`` overwrites
             decoder = Decoder(config).requires_grad_(False)
         self.decoder = decoder.to(kernels.dtype).to_empty(device=torch.device(device))
@@ -72,7 +73,7 @@ class CopiedPolicy:
             if isinstance(owner, Projection) and owner in self._block_of and parameter is owner.weight:
                 kept |= self._part(name, owner)
                 continue
-            kept[name] = parameter.detach().to_dense() if parameter.is_mkldnn else parameter.detach()
+            kept[name] = parameter.detach().to_dense() if is_laid(parameter) else parameter.detach()
             if isinstance(owner, Projection) and owner.scales is not None and parameter is owner.weight:
                 kept[f"{name}.scales"] = owner.scales
         return kept
@@ -110,8 +111,8 @@ class CopiedPolicy:
             self._join(self._block_of[owner], owner, copy)
             return copy if isinstance(copy, Tensor) else copy.scales
         if isinstance(copy, Tensor):
-            laid = packed(copy) if self._pack and weight_of else copy
-            if not laid.is_mkldnn:
+            laid = self.kernels.laid(copy, owner.name) if self._pack and weight_of else copy  # type: ignore[arg-type]
+            if not is_laid(laid):
                 return parameter.copy_(copy)
             owner.weight = nn.Parameter(laid, requires_grad=False)
             return copy
@@ -140,7 +141,7 @@ class CopiedPolicy:
             codes = [copy if isinstance(copy, Tensor) else copy.codes for copy in self._waiting]
             scales = [copy.scales for copy in self._waiting if isinstance(copy, BlockScaled)]
             whole = torch.cat(codes)
-            weight = BlockScaled(whole, torch.cat(scales)) if scales else packed(whole)
+            weight = BlockScaled(whole, torch.cat(scales)) if scales else self.kernels.laid(whole, part.name)
             block.joined = Joined(weight, None, tuple(map(len, codes)))
             self._waiting.clear()
         part.weight = _nothing(part.weight)
@@ -152,7 +153,7 @@ class CopiedPolicy:
             return {name: owner.weight.detach()}
         weight, at = block.joined.weight, list(block.alike).index(owner)
         if isinstance(weight, Tensor):
-            return {name: weight.to_dense().split(block.joined.widths)[at]}
+            return {name: (weight.to_dense() if is_laid(weight) else weight).split(block.joined.widths)[at]}
         codes, scales = (x.split(block.joined.widths)[at] for x in (weight.codes, weight.scales))
         return {name: codes, f"{name}.scales": scales}
 
@@ -169,8 +170,8 @@ class CopiedPolicy:
             return None
         copy = self.kernels.copied(tied.float(), "lm_head")  # its values are on the grid, and stay
         assert isinstance(copy, Tensor)  # a head is never quantised
-        head = packed(copy)
-        return head if head.is_mkldnn else None
+        head = self.kernels.laid(copy, "lm_head")
+        return head if is_laid(head) else None
 
     @staticmethod
     def _make_room(owner: Projection, copy: BlockScaled) -> None:
@@ -200,7 +201,7 @@ class CopiedPolicy:
         for block in self._block_of.values():
             block.joined = None
         for _, owner, parameter in self._parameters():
-            if parameter.is_mkldnn or _is_nothing(parameter):  # is replaced, not written to
+            if is_laid(parameter) or _is_nothing(parameter):  # is replaced, not written to
                 owner.weight = _nothing(parameter)
             elif parameter.is_floating_point():  # codes that are integers are told by their scales
                 parameter.fill_(float("nan"))
@@ -247,7 +248,7 @@ def _nothing(weight: Tensor) -> nn.Parameter:
 
 
 def _is_nothing(weight: Tensor) -> bool:
-    return weight.dim() == 2 and not weight.is_mkldnn and weight.stride() == (0, 0)
+    return weight.dim() == 2 and not is_laid(weight) and weight.stride() == (0, 0)
 
 
 def _whole(master: Tensor) -> Tensor:

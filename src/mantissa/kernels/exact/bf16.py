@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mantissa.kernels.cpu import CpuProducts
+from mantissa.kernels.cpu import CpuProducts, packed
 from mantissa.kernels.exact.kernels import PART, ExactAttention, Planned, cached, product
 from mantissa.kernels.exact.plan import ExactPlan
 from mantissa.kernels.native import NativeKernels, ProductOf
@@ -49,9 +49,9 @@ class ExactBf16Kernels(Planned, NativeKernels):
     def wide_head(self) -> bool:
         return True
 
-    @property
-    def packs(self) -> bool:
-        return any(choice.onednn for choice in (*self.plan.products.values(), *self.plan.bf16.values()))
+    def laid(self, copy: Tensor, layer: str = "") -> Tensor:
+        choices = *self.plan.products.values(), *self.plan.bf16.values()
+        return packed(copy) if any(choice.onednn for choice in choices) else copy
 
     def copied(self, master: Tensor, layer: str = "") -> Tensor | BlockScaled:
         choice = self.plan.bf16.get(tuple(master.shape)) if layer else None

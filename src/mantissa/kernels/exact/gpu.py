@@ -38,9 +38,8 @@ class ExactGpuKernels(NativeKernels):
         super().__init__(fmt, logits_format, fp8)
         self.kv_format = kv_format or fmt
 
-    @property
-    def packs(self) -> bool:
-        return False  # its products are Triton's
+    def laid(self, copy: Tensor, layer: str = "") -> Tensor:
+        return copy  # its products are Triton's
 
     def linear(
         self, x_NE: Tensor, weight_FE: Tensor | BlockScaled, bias_F: Tensor | None = None, layer: str = ""

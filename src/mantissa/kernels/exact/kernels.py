@@ -65,9 +65,8 @@ class ExactKernels(Planned, SimulatedKernels):
         self.plan = plan
         self.kv_format = kv_format or fmt
 
-    @property
-    def packs(self) -> bool:
-        return any(choice.onednn for choice in self.plan.products.values())
+    def laid(self, copy: Tensor, layer: str = "") -> Tensor:
+        return cpu.packed(copy) if any(choice.onednn for choice in self.plan.products.values()) else copy
 
     def product(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
         self.plan.check_threads(torch.get_num_threads())

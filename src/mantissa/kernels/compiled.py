@@ -1,0 +1,235 @@
+"""Products of a few rows, compiled for this processor from ``products.c`` where a C compiler is there.
+
+A decode step multiplies a few rows by every weight, so its time is the time to read the weights. No library that comes
+with torch reads them as fast as the memory gives them: on one core of an AMD EPYC (Zen 4) one row of SmolLM2's
+projections takes oneDNN 20 ms in bf16 and 40 ms in fp32, and these 10 and 20. They hold fp16's values in fp16, bf16's
+in bf16, and widen them as they are read, which is exact: a simulated half reads half of what fp32 reads.
+
+Each output is one fp32 sum over the inputs in order, so it does not depend on how many rows or threads there are.
+
+The library is built once a machine, in a second, and kept in the user's cache folder; a folder that others may write
+to is not used. ``cpu.py`` measures where it is the faster one, and a run's table of products says so.
+
+Legend: N rows (any leading shape), E features in, F features out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mantissa.base.environ import CPU_FLAGS
+from mantissa.base.errors import MantissaError
+
+Kind = Literal["fp32", "bf16", "fp16", "pairs"]
+KINDS: tuple[Kind, ...] = ("fp32", "bf16", "fp16", "pairs")  # in the order of the source's enum
+_HELD = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "pairs": torch.bfloat16}
+_SOURCE = Path(__file__).with_name("products.c")
+_COMPILERS = ("gcc", "cc", "clang")
+_SECONDS = 60.0  # that a compiler may take: it takes one
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_SHARED = 1 << 16  # multiplications from which threads share a product: waking them takes microseconds
+
+
+class Laid(Tensor):
+    """A weight F,E in the layout of the compiled products, held as ``kind`` says: a tensor with which nothing can be
+    done but to multiply by it, and to make it plain again (``to_dense``: the same values, in the dtype it came in).
+
+    ``pairs``: in bf16, for rows in bf16, multiplied two at a time by the processor's own instruction (AVX512-BF16).
+    """
+
+    held: Tensor
+    kind: Kind
+
+    @staticmethod
+    def __new__(cls, values: Tensor, shape: Sequence[int], kind: Kind, dtype: torch.dtype) -> Laid:
+        laid: Laid = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=values.device)
+        laid.held, laid.kind = values, kind
+        return laid
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Laid({tuple(self.shape)}, {self.kind})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        laid, name = args[0], function.overloadpacket.__name__
+        if name == "detach":
+            return Laid(laid.held, laid.shape, laid.kind, laid.dtype)
+        raise NotImplementedError(f"{name} of a weight in the layout of the compiled products: use to_dense() first")
+
+    def to_dense(self, *_: Any, **__: Any) -> Tensor:
+        """The weight again, F,E: the same values, in the dtype it came in."""
+        return _laid(self.held, self.shape, self.kind, back=True).view(self.shape).to(self.dtype)
+
+    def product(self, x_NE: Tensor, bias_F: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """x @ weight^T + bias, summed in fp32 and rounded once to ``dtype``: fp32, or bf16. Not differentiable."""
+        features, inputs = self.shape
+        x_NE = x_NE.to(torch.bfloat16 if self.kind == "pairs" else torch.float32).contiguous()
+        out_NF = torch.empty(*x_NE.shape[:-1], features)
+        rows = x_NE.numel() // inputs
+        bias = None if bias_F is None else bias_F.float().contiguous()
+        rounded = torch.empty_like(out_NF, dtype=dtype) if dtype is not torch.float32 else None
+        threads = torch.get_num_threads() if rows * features * inputs >= _SHARED else 1
+        library().mantissa_product(
+            KINDS.index(self.kind), self.held.data_ptr(), x_NE.data_ptr(), out_NF.data_ptr(),
+            None if bias is None else bias.data_ptr(), None if rounded is None else rounded.data_ptr(),
+            rows, inputs, features, threads, _team() if threads > 1 else None,
+        )  # fmt: skip
+        return out_NF if rounded is None else rounded
+
+
+def lay(weight_FE: Tensor, kind: Kind) -> Laid:
+    """``weight_FE`` laid out; its values must be ``kind``'s."""
+    held, (features, inputs) = weight_FE.to(_HELD[kind]).contiguous(), weight_FE.shape
+    return Laid(_laid(held, (features, inputs), kind), (features, inputs), kind, weight_FE.dtype)
+
+
+def is_laid(weight: Tensor) -> bool:
+    """Whether a weight is in some product's layout: these, or oneDNN's."""
+    return weight.is_mkldnn or isinstance(weight, Laid)
+
+
+def fits(shape: Sequence[int], kind: Kind) -> bool:
+    """Whether a weight of this shape can be laid out: whole blocks of outputs, and for ``pairs`` an even number in."""
+    return len(shape) == 2 and shape[0] % library().mantissa_block() == 0 and not (kind == "pairs" and shape[1] % 2)
+
+
+def kinds() -> tuple[Kind, ...]:
+    """What can be multiplied so here; nothing without a compiler, or on a processor without AVX2."""
+    if built()[0] is None:
+        return ()
+    return KINDS if "avx512_bf16" in _flags() else KINDS[:3]
+
+
+def why_not() -> str:
+    """Why nothing was compiled; empty where something was."""
+    return built()[1]
+
+
+def library() -> Any:
+    """The compiled library. ``MantissaError`` where there is none."""
+    found, why = built()
+    if found is None:
+        raise MantissaError(f"this run multiplies by compiled products, and {why}; install gcc, or start a new run")
+    return found
+
+
+def _laid(values: Tensor, shape: Sequence[int], kind: Kind, back: bool = False) -> Tensor:
+    out = torch.empty(values.numel(), dtype=values.dtype)
+    group = 2 if kind == "pairs" else 1
+    sizes = shape[1], shape[0], group, int(back)
+    library().mantissa_lay(values.element_size(), values.data_ptr(), out.data_ptr(), *sizes)
+    return out
+
+
+def _flags() -> tuple[str, ...]:
+    """The processor's, as far as torch may use them: ``ATEN_CPU_CAPABILITY`` holds instructions back."""
+    has, capability = set(CPU_FLAGS.split()), torch.backends.cpu.get_cpu_capability()
+    wide = capability == "AVX512" and "avx512f" in has
+    known = ("avx2", "avx512f", "avx512_bf16") if wide else ("avx2",) if capability in ("AVX512", "AVX2") else ()
+    return tuple(flag for flag in known if flag in has)
+
+
+@functools.cache
+def built() -> tuple[Any | None, str]:
+    """The library, and why there is none."""
+    flags = _flags()
+    if "avx2" not in flags:
+        return None, "there is no AVX2 here"
+    named = os.environ.get("CC")
+    compiler = next((found for name in ((named,) if named else _COMPILERS) if (found := shutil.which(name))), None)
+    if compiler is None:
+        return None, f"there is no C compiler ({named or ', '.join(_COMPILERS)})"
+    options = (*_AVX2, *(_AVX512 if "avx512f" in flags else ()), *(["-mavx512bf16"] if "avx512_bf16" in flags else []))
+    try:
+        path = _kept(compiler, ("-O3", *options, "-shared", "-fPIC"))
+        return _opened(path), ""
+    except subprocess.TimeoutExpired:
+        return None, f"{compiler} took more than {_SECONDS:.0f} s"
+    except subprocess.CalledProcessError as error:
+        return None, f"{compiler} refused: {error.stderr.strip().splitlines()[-1:]}"
+    except OSError as error:
+        return None, f"the products could not be built: {error}"
+
+
+def _kept(compiler: str, options: tuple[str, ...]) -> Path:
+    """The library's file: of the cache, or made now."""
+    about = os.stat(compiler)
+    key = repr((_SOURCE.read_bytes(), os.path.realpath(compiler), about.st_size, about.st_mtime_ns, options))
+    name = f"products-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    folder = _folder()
+    if folder is None:  # for this process alone
+        folder = Path(tempfile.mkdtemp(prefix="mantissa-"))
+    path = folder / name
+    if not path.is_file() or not _ours(path):
+        _compile(compiler, options, path)
+    return path
+
+
+def _folder() -> Path | None:
+    """The user's cache folder, where nobody else can write; None where there is none such."""
+    root = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "mantissa"
+    if not root.is_absolute():
+        return None
+    try:
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        return None
+    return root if _ours(root) and os.access(root, os.W_OK) else None
+
+
+def _ours(path: Path) -> bool:
+    """Whether this user owns it and nobody else may write to it: what is loaded from there runs as this user."""
+    about = path.lstat()
+    return about.st_uid == os.getuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not path.is_symlink()
+
+
+def _compile(compiler: str, options: tuple[str, ...], path: Path) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    command = [compiler, *options, "-o", str(beside), str(_SOURCE)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL)
+        beside.chmod(0o700)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _opened(path: Path) -> Any:
+    library = ctypes.CDLL(str(path))
+    pointer, size, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+    library.mantissa_product.argtypes = [number, *[pointer] * 5, *[size] * 3, number, pointer]
+    library.mantissa_lay.argtypes = [number, pointer, pointer, size, size, number, number]
+    for function in (library.mantissa_product, library.mantissa_lay):
+        function.restype = None
+    return library
+
+
+@functools.cache
+def _team() -> int | None:
+    """Where torch's own threads are called (``GOMP_parallel``), so that none stand beside them; None: not found."""
+    try:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    loaded = dict.fromkeys(line.split(maxsplit=5)[-1] for line in maps if "omp" in line.rpartition("/")[2])
+    for name in loaded:
+        with_threads = getattr(ctypes.CDLL(name), "GOMP_parallel", None)
+        if with_threads is not None:
+            return ctypes.cast(with_threads, ctypes.c_void_p).value
+    return None

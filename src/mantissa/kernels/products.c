@@ -1,0 +1,188 @@
+/* y = x w^T of a few rows by a weight laid out for it, compiled for this processor (compiled.py).
+
+A weight F x E lies in blocks of BLOCK outputs; in a block, inputs follow one another, and for each of them the BLOCK
+values of its outputs ("pairs": of two inputs, output by output). So a product reads the weight once, front to back,
+which is what memory gives fastest, and keeps ROWS x BLOCK sums in registers.
+
+Each output is one fp32 sum, over the inputs in order, by fused multiply-adds (pairs: by the processor's own products
+of two bf16 pairs). So it is the same however many rows, blocks or threads there are. */
+
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define ROWS 6
+#define AT_ONCE 512 /* inputs at a time: a block of them stays in the cache from one group of rows to the next */
+#define UNROLL _Pragma("GCC unroll 8") for
+
+#ifdef __AVX512F__
+typedef __m512 vector;
+enum { LANES = 16, VECTORS = 4 };
+#define load_fp32(p) _mm512_loadu_ps(p)
+#define load_bf16(p) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)(p))), 16))
+#define load_fp16(p) _mm512_cvtph_ps(_mm256_loadu_si256((const void *)(p)))
+#define store _mm512_storeu_ps
+#define fused _mm512_fmadd_ps
+#define all _mm512_set1_ps
+#define zero _mm512_setzero_ps
+#else /* AVX2, FMA and F16C */
+typedef __m256 vector;
+enum { LANES = 8, VECTORS = 2 };
+#define load_fp32(p) _mm256_loadu_ps(p)
+#define load_bf16(p) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)(p))), 16))
+#define load_fp16(p) _mm256_cvtph_ps(_mm_loadu_si128((const void *)(p)))
+#define store _mm256_storeu_ps
+#define fused _mm256_fmadd_ps
+#define all _mm256_set1_ps
+#define zero _mm256_setzero_ps
+#endif
+enum { BLOCK = LANES * VECTORS };
+
+enum kind { FP32, BF16, FP16, PAIRS };
+
+/* One product: what every thread of it reads, and the next block that none has taken. */
+struct product {
+  const void *weight, *x;
+  float *y;
+  const float *bias;
+  uint16_t *rounded; /* y in bf16; NULL: y itself is the result */
+  long rows, in, out, taken, share;
+  enum kind kind;
+};
+
+/* The sums of `rows` rows by one block over `count` inputs; `begun`: y holds those of the inputs before. */
+#define MICRO(NAME, VALUE, LOAD)                                                                                  \
+  INLINE void NAME(const int rows, const VALUE *w, const float *x, long in, long count, float *y, long out,       \
+                   int begun) {                                                                                   \
+    vector sum[ROWS][VECTORS], v[VECTORS];                                                                        \
+    UNROLL(int r = 0; r < rows; r++)                                                                              \
+    UNROLL(int k = 0; k < VECTORS; k++) sum[r][k] = begun ? load_fp32(y + r * out + k * LANES) : zero();          \
+    for (long e = 0; e < count; e++, w += BLOCK) {                                                                \
+      UNROLL(int k = 0; k < VECTORS; k++) v[k] = LOAD(w + k * LANES);                                             \
+      UNROLL(int r = 0; r < rows; r++) {                                                                          \
+        vector one = all(x[r * in + e]);                                                                          \
+        UNROLL(int k = 0; k < VECTORS; k++) sum[r][k] = fused(one, v[k], sum[r][k]);                              \
+      }                                                                                                           \
+    }                                                                                                             \
+    UNROLL(int r = 0; r < rows; r++)                                                                              \
+    UNROLL(int k = 0; k < VECTORS; k++) store(y + r * out + k * LANES, sum[r][k]);                                \
+  }
+MICRO(micro_fp32, float, load_fp32)
+MICRO(micro_bf16, uint16_t, load_bf16)
+MICRO(micro_fp16, uint16_t, load_fp16)
+
+#ifdef __AVX512BF16__
+INLINE void micro_pairs(const int rows, const uint16_t *w, const uint16_t *x, long in, long count, float *y, long out,
+                        int begun) {
+  vector sum[ROWS][VECTORS];
+  __m512bh v[VECTORS];
+  UNROLL(int r = 0; r < rows; r++)
+  UNROLL(int k = 0; k < VECTORS; k++) sum[r][k] = begun ? load_fp32(y + r * out + k * LANES) : zero();
+  for (long e = 0; e < count; e += 2, w += 2 * BLOCK) {
+    UNROLL(int k = 0; k < VECTORS; k++) v[k] = (__m512bh)_mm512_loadu_si512(w + 2 * k * LANES);
+    UNROLL(int r = 0; r < rows; r++) {
+      int pair;
+      memcpy(&pair, x + r * in + e, sizeof pair);
+      UNROLL(int k = 0; k < VECTORS; k++) sum[r][k] = _mm512_dpbf16_ps(sum[r][k], (__m512bh)_mm512_set1_epi32(pair), v[k]);
+    }
+  }
+  UNROLL(int r = 0; r < rows; r++)
+  UNROLL(int k = 0; k < VECTORS; k++) store(y + r * out + k * LANES, sum[r][k]);
+}
+#endif
+
+/* One block of outputs for all rows. One row reads the block in one go. */
+#define OF_BLOCK(NAME, VALUE, OPERAND, MICRO)                                                                     \
+  static void NAME(const VALUE *w, const OPERAND *x, float *y, long rows, long in, long out) {                    \
+    long step = rows == 1 ? in : AT_ONCE;                                                                         \
+    for (long e = 0; e < in; e += step) {                                                                         \
+      long count = in - e < step ? in - e : step, r = 0;                                                          \
+      const VALUE *part = w + e * BLOCK;                                                                          \
+      for (; r + ROWS <= rows; r += ROWS) MICRO(ROWS, part, x + r * in + e, in, count, y + r * out, out, e > 0);  \
+      const OPERAND *left = x + r * in + e;                                                                       \
+      float *sums = y + r * out;                                                                                  \
+      switch (rows - r) {                                                                                         \
+        case 5: MICRO(5, part, left, in, count, sums, out, e > 0); break;                                         \
+        case 4: MICRO(4, part, left, in, count, sums, out, e > 0); break;                                         \
+        case 3: MICRO(3, part, left, in, count, sums, out, e > 0); break;                                         \
+        case 2: MICRO(2, part, left, in, count, sums, out, e > 0); break;                                         \
+        case 1: MICRO(1, part, left, in, count, sums, out, e > 0); break;                                         \
+      }                                                                                                           \
+    }                                                                                                             \
+  }
+OF_BLOCK(block_fp32, float, float, micro_fp32)
+OF_BLOCK(block_bf16, uint16_t, float, micro_bf16)
+OF_BLOCK(block_fp16, uint16_t, float, micro_fp16)
+#ifdef __AVX512BF16__
+OF_BLOCK(block_pairs, uint16_t, uint16_t, micro_pairs)
+#endif
+
+/* Round to nearest, ties to even; NaN stays NaN. */
+INLINE uint16_t to_bf16(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return value != value ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+
+static void of_block(const struct product *p, long at) {
+  long start = at * BLOCK, first = start * p->in;
+  float *y = p->y + start;
+  switch (p->kind) {
+    case FP32: block_fp32((const float *)p->weight + first, p->x, y, p->rows, p->in, p->out); break;
+    case BF16: block_bf16((const uint16_t *)p->weight + first, p->x, y, p->rows, p->in, p->out); break;
+    case FP16: block_fp16((const uint16_t *)p->weight + first, p->x, y, p->rows, p->in, p->out); break;
+    case PAIRS:
+#ifdef __AVX512BF16__
+      block_pairs((const uint16_t *)p->weight + first, p->x, y, p->rows, p->in, p->out);
+#endif
+      break;
+  }
+  for (long r = 0; r < p->rows && (p->bias || p->rounded); r++, y += p->out) {
+    if (p->bias)
+      for (int k = 0; k < BLOCK; k++) y[k] += p->bias[start + k];
+    if (p->rounded)
+      for (int k = 0; k < BLOCK; k++) p->rounded[r * p->out + start + k] = to_bf16(y[k]);
+  }
+}
+
+static void work(void *of) {
+  struct product *p = of;
+  long blocks = p->out / BLOCK, at;
+  while ((at = __atomic_fetch_add(&p->taken, p->share, __ATOMIC_RELAXED)) < blocks)
+    for (long end = at + p->share < blocks ? at + p->share : blocks; at < end; at++) of_block(p, at);
+}
+
+typedef void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
+
+/* `team`: GOMP_parallel of the library whose threads torch's own operations use; NULL: one thread. */
+void mantissa_product(int kind, const void *weight, const void *x, float *y, const float *bias, uint16_t *rounded,
+                      long rows, long in, long out, unsigned threads, parallel team) {
+  struct product p = {weight, x, y, bias, rounded, rows, in, out, 0, 1, kind};
+  p.share = out / BLOCK / (4 * threads) + 1;
+  if (team && threads > 1)
+    team(work, &p, threads, 0);
+  else
+    work(&p);
+}
+
+/* A weight of `size`-byte values in the layout above; `back`: the other way round. `group`: 2 for pairs, else 1. */
+#define LAY(NAME, VALUE)                                                                                          \
+  static void NAME(const VALUE *from, VALUE *to, long in, long out, int group, int back) {                        \
+    for (long f = 0; f < out; f += BLOCK)                                                                         \
+      for (long e = 0; e < in; e += group)                                                                        \
+        for (int k = 0; k < BLOCK; k++)                                                                           \
+          for (int g = 0; g < group; g++) {                                                                       \
+            long plain = (f + k) * in + e + g, laid = f * in + e * BLOCK + k * group + g;                         \
+            to[back ? plain : laid] = from[back ? laid : plain];                                                  \
+          }                                                                                                       \
+  }
+LAY(lay_2, uint16_t)
+LAY(lay_4, uint32_t)
+
+void mantissa_lay(int size, const void *from, void *to, long in, long out, int group, int back) {
+  if (size == 2) lay_2(from, to, in, out, group, back);
+  else lay_4(from, to, in, out, group, back);
+}
+
+int mantissa_block(void) { return BLOCK; }
