@@ -91,9 +91,9 @@ class Products:
         return self.table.way(self.operands, side, rows, weight)
 
     def forward(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:
-        """x @ weight^T + bias; ``weight_FE`` may be laid out."""
+        """x @ weight^T + bias in the dtype of x; ``weight_FE`` may be laid out."""
         if isinstance(weight_FE, Laid):
-            return weight_FE.product(x_NE, bias_F)
+            return weight_FE.product(x_NE, bias_F, x_NE.dtype)
         if weight_FE.is_mkldnn:
             return multiply(ONEDNN, x_NE, weight_FE, bias_F)
         way = self._way("forward", x_NE, x_NE.numel() // max(1, x_NE.shape[-1]), weight_FE.numel())

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mantissa.kernels import cpu
-from mantissa.kernels.compiled import Laid
+from mantissa.kernels.compiled import Kind, is_laid
 from mantissa.kernels.cpu import CpuProducts, Products
 from mantissa.kernels.simulated import (
     CachedMask,
@@ -101,9 +101,8 @@ class NativeKernels:
         return self.format is not BF16 or self.logits_format is not BF16
 
     def laid(self, copy: Tensor, layer: str = "") -> Tensor:
-        if self.format is FP32 or self.format is BF16:
-            return self.products.laid(copy, "fp32" if self.format is FP32 else "pairs")
-        return copy
+        kind: Kind | None = "fp32" if self.format is FP32 else "pairs" if self.format is BF16 else None
+        return copy if kind is None else self.products.laid(copy, kind)
 
     def linear(
         self, x_NE: Tensor, weight_FE: Tensor | BlockScaled, bias_F: Tensor | None = None, layer: str = ""
@@ -115,10 +114,8 @@ class NativeKernels:
             x_NE, quantized = activation_values(x_NE.float(), self.fp8).to(self.dtype), False
         if not quantized:
             assert isinstance(weight_FE, Tensor)  # only what the policy names is kept as codes
-            if isinstance(weight_FE, Laid):
-                return weight_FE.product(x_NE, bias, self.dtype)
             weight = self.weight(weight_FE)
-            if weight.is_mkldnn:
+            if is_laid(weight):
                 return self.products.forward(x_NE, weight, bias)
             if self._is_cpus_own(x_NE):
                 return Linear.of(x_NE, weight, bias, FP32, FP32, self.products.forward, self.products)
@@ -144,9 +141,7 @@ class NativeKernels:
         return round_to_format(self.router(x_NE, weight_VE), self.logits_format)
 
     def router(self, x_NE: Tensor, weight_XE: Tensor) -> Tensor:
-        if isinstance(weight_XE, Laid):
-            return weight_XE.product(x_NE)
-        if weight_XE.is_mkldnn:  # a copy on a CPU, widened when it was made unless logits are rounded anyway
+        if is_laid(weight_XE):  # a copy on a CPU, widened when it was made unless logits are rounded anyway
             return self.products.forward(x_NE.to(weight_XE.dtype), weight_XE).float()
         if self._is_cpus_own(x_NE):
             how = FP32, FP32, self.products.forward, self.products
