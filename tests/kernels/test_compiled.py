@@ -174,6 +174,7 @@ def test_what_others_could_have_written_is_not_loaded(anew: Path, how: str, monk
     assert planted.read_bytes().startswith(b"not")  # what the link pointed to was not written over
     assert (Path(opened[0]).parent == anew) == (how != "folder")
     assert not Path(opened[0]).is_symlink()
+    assert Path(opened[0]).exists() == (how != "folder")  # one for this process alone is gone once it is loaded
 
 
 @pytest.mark.parametrize(

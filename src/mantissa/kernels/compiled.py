@@ -23,7 +23,8 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -157,8 +158,8 @@ def built() -> tuple[Any | None, str]:
         return None, f"there is no C compiler ({named or ', '.join(_COMPILERS)})"
     options = (*_AVX2, *(_AVX512 if "avx512f" in flags else ()), *(["-mavx512bf16"] if "avx512_bf16" in flags else []))
     try:
-        path = _kept(compiler, ("-O3", *options, "-shared", "-fPIC"))
-        return _opened(path), ""
+        with _folder() as folder:
+            return _opened(_kept(folder, compiler, ("-O3", *options, "-shared", "-fPIC"))), ""
     except subprocess.TimeoutExpired:
         return None, f"{compiler} took more than {_SECONDS:.0f} s"
     except subprocess.CalledProcessError as error:
@@ -167,30 +168,28 @@ def built() -> tuple[Any | None, str]:
         return None, f"the products could not be built: {error}"
 
 
-def _kept(compiler: str, options: tuple[str, ...]) -> Path:
+def _kept(folder: Path, compiler: str, options: tuple[str, ...]) -> Path:
     """The library's file: of the cache, or made now."""
     about = os.stat(compiler)
     key = repr((_SOURCE.read_bytes(), os.path.realpath(compiler), about.st_size, about.st_mtime_ns, options))
-    name = f"products-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    folder = _folder()
-    if folder is None:  # for this process alone
-        folder = Path(tempfile.mkdtemp(prefix="mantissa-"))
-    path = folder / name
+    path = folder / f"products-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if not path.is_file() or not _ours(path):
         _compile(compiler, options, path)
     return path
 
 
-def _folder() -> Path | None:
-    """The user's cache folder, where nobody else can write; None where there is none such."""
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """The user's cache folder, where nobody else can write; without one such, a folder for the time of loading."""
     root = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "mantissa"
-    if not root.is_absolute():
-        return None
-    try:
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError:
-        return None
-    return root if _ours(root) and os.access(root, os.W_OK) else None
+    with suppress(OSError):
+        if root.is_absolute():
+            root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if root.is_absolute() and root.is_dir() and _ours(root) and os.access(root, os.W_OK):
+        yield root
+        return
+    with tempfile.TemporaryDirectory(prefix="mantissa-") as made:
+        yield Path(made)
 
 
 def _ours(path: Path) -> bool:
