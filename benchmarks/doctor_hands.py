@@ -42,7 +42,8 @@ SAID = {"bypass_copies_rollout": "copy", "learner_copied": "copy", "rows_duplica
 # of g and of g2 (its generator's other seeds, families and sizes, after the mends that g led to) 1% wrong, 30% named
 # right and one alarm were expected; of h (SmolLM2 by transformers, chat and second turns, read by no mend) the same.
 # Those of i (18 families, some recurrent, 102 kinds; its maker had read no line of the doctor) were written with its
-# generator; expected before its first look: 1% wrong, 30% named right and one alarm.
+# generator; expected before its first look: 1% wrong, 30% named right and one alarm; and the same of i2 (other seeds,
+# families and formats, as many dumps as a half hour makes), after the mends that i led to.
 TRUE = """\
 weights unrelated stale: activation_fp8_engine activation_function_differs activation_variant activations_fp8
   adapter_scale adapter_scale_wrong adapter_wrong_slot async_lag_recorded attention_scale attention_scale_wrong
