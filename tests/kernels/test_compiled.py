@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import NativeKernels, SimulatedKernels, compiled, cpu
+from mantissa.kernels import NativeKernels, SimulatedKernels, compiled, cpu, probe
 from mantissa.kernels.compiled import KINDS, Kind, Laid
 from mantissa.kernels.cpu import CpuProducts
 from mantissa.precision import BF16, FP16, FP32, PrecisionPolicy, round_to_format
@@ -137,6 +137,17 @@ def test_native_bf16_keeps_its_head_in_bf16_and_its_logits_in_fp32() -> None:
     logits = kernels.logits(x, head)
     assert logits.dtype is torch.float32
     torch.testing.assert_close(logits, x.float() @ master.bfloat16().float().t(), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("fmt", [FP32, BF16, FP16])
+def test_the_probe_proves_them_and_refuses_a_wrong_one(fmt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = replace(CpuProducts(1.0), compiled=compiled.kinds())
+    kernels: Any = NativeKernels(FP32, table=table) if fmt is FP32 else SimulatedKernels(fmt, FP32, True, table=table)
+    assert f"multiplies copies exactly by compiled products ({fmt.name})" in probe(kernels, "cpu")
+    product = Laid.product
+    monkeypatch.setattr(Laid, "product", lambda self, x, *more: product(self, x, *more) * (1 + 2.0**-23))
+    with pytest.raises(MantissaError, match="compiled products"):
+        probe(kernels, "cpu")
 
 
 @pytest.fixture

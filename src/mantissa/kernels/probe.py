@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import cpu
+from mantissa.kernels.compiled import Laid
 from mantissa.kernels.cpu import Products
 from mantissa.kernels.interface import Kernels
 from mantissa.precision import (
@@ -220,7 +221,7 @@ def probe(kernels: Kernels, device: torch.device | str) -> str:
     checks = product_checks(kernels.format, linear, device, torch.autograd.grad, of_weight=not on_grid)
     used = getattr(kernels, "products", None)
     if isinstance(used, Products) and torch.device(device).type == "cpu":
-        checks += way_checks(used)
+        checks += [*way_checks(used), *laid_checks(kernels)]
     logits = kernels.logits(first_row([1.0, u / 4], device).to(kernels.dtype), first_row([1.0, 1.0], device))
     exact = torch.tensor(1 + u / 4, dtype=torch.float64)
     expected = round_to_format(exact, logits_format).item()
@@ -251,6 +252,21 @@ def way_checks(products: Products) -> list[Check]:
             wrong = (call(way, x, y).double() != exact).sum() + (kept != digits).sum()
             checks.append((f"multiplies exactly by {name} ({side})", float(wrong), 0.0))
     return checks
+
+
+def laid_checks(kernels: Kernels) -> list[Check]:
+    """What the compiled products must show, where this family's copies are laid out for them: sums of integers that
+    fp32 holds are exact, and the copy keeps all the digits of the format."""
+    weight, x = cpu.operands_of("forward", 7, 256, 256, torch.Generator().manual_seed(0))[::-1]
+    weight[0] = 0.0
+    weight[0, 0] = digits = 1 + kernels.format.epsilon
+    copy = kernels.copied(weight, "lm_head")  # which is never quantised
+    laid = kernels.laid(copy, "lm_head") if isinstance(copy, Tensor) else copy
+    if not isinstance(laid, Laid):
+        return []
+    wrong = (laid.product(x)[:, 1:].double() != x.double() @ weight[1:].double().t()).sum()
+    kept = laid.product(torch.eye(256)[:1])[0, 0].item()
+    return [(f"multiplies copies exactly by compiled products ({laid.kind})", float(wrong) + abs(kept - digits), 0.0)]
 
 
 def proved(checks: list[Check], name: str, where: str, also: str = "") -> str:
