@@ -30,10 +30,10 @@ class ScoredBatch:
     settings: Mapping[str, Any]
 
 
-def write_batch(path: Path, batch: ScoredBatch) -> None:
+def write_batch(path: str | Path, batch: ScoredBatch) -> None:
     """One jsonl file, a row a sequence, whole or not at all. Rows of one prompt are a group; without prompts there are
     no groups."""
-    lines = []
+    path, lines = Path(path), []
     first = zlib.crc32(path.name.encode()) << 20  # another batch has other weights, so its groups are others
     groups = {tuple(prompt): first + place for place, prompt in enumerate(batch.prompts) if len(prompt)}
     settings = {name: value for name, value in batch.settings.items() if value is not None}
