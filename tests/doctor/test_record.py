@@ -24,4 +24,4 @@ def test_the_pages_call_writes_a_dump_that_the_doctor_reads(tmp_path: Path, monk
     exec(code, given | {"mask": mask, "rollout_logps": logps, "learner_logps": logps - 0.01})
     read = read_dump(tmp_path / "logps" / "step-1.jsonl")
     assert [each.mask.sum() for each in read.sequences] == [3, 2]
-    assert read.rollout_format == "bf16"
+    assert read.settings.rollout_format == "bf16"
