@@ -206,6 +206,25 @@ def test_without_a_compiler_that_works_there_is_none_and_it_says_why(
     assert not list(anew.glob("*"))
 
 
+@pytest.mark.parametrize(
+    ("has", "capability", "expected"),
+    [
+        ("avx2 fma f16c avx512f avx512_bf16", "AVX512", ("avx2", "avx512f", "avx512_bf16")),
+        ("avx2 fma f16c avx512f avx512_bf16", "AVX2", ("avx2",)),
+        ("avx2 fma f16c avx512_bf16", "AVX512", ("avx2",)),
+        ("avx2 fma f16c avx512f", "DEFAULT", ()),
+        ("avx2 fma", "AVX2", ()),
+        ("asimd", "DEFAULT", ()),
+    ],
+)
+def test_only_instructions_that_are_there_and_not_held_back_are_used(
+    has: str, capability: str, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "CPU_FLAGS", has)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert compiled._flags() == expected
+
+
 @pytest.mark.parametrize("right", [True, False])
 def test_only_what_is_exact_and_faster_is_taken(monkeypatch: pytest.MonkeyPatch, right: bool) -> None:
     times = {"oneDNN": 1.0, "fp32": 0.5, "bf16": 0.9, "fp16": 0.99, "pairs": 2.0}

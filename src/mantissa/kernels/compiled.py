@@ -68,10 +68,10 @@ class Laid(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        laid, name = args[0], function.overloadpacket.__name__
-        if name == "detach":
+        laid = args[0]
+        if function is torch.ops.aten.detach.default:
             return Laid(laid.held, laid.shape, laid.kind, laid.dtype)
-        raise NotImplementedError(f"{name} of a weight in the layout of the compiled products: use to_dense() first")
+        raise NotImplementedError(f"{function} of a weight in the layout of compiled products: use to_dense() first")
 
     def to_dense(self, *_: Any, **__: Any) -> Tensor:
         """The weight again, F,E: the same values, in the dtype it came in."""
@@ -141,9 +141,10 @@ def _laid(values: Tensor, shape: Sequence[int], kind: Kind, back: bool = False) 
 def _flags() -> tuple[str, ...]:
     """The processor's, as far as torch may use them: ``ATEN_CPU_CAPABILITY`` holds instructions back."""
     has, capability = set(CPU_FLAGS.split()), torch.backends.cpu.get_cpu_capability()
-    wide = capability == "AVX512" and "avx512f" in has
-    known = ("avx2", "avx512f", "avx512_bf16") if wide else ("avx2",) if capability in ("AVX512", "AVX2") else ()
-    return tuple(flag for flag in known if flag in has)
+    if capability not in ("AVX512", "AVX2") or not has >= {"avx2", "fma", "f16c"}:
+        return ()
+    wide = [flag for flag in ("avx512f", "avx512_bf16") if capability == "AVX512" and {"avx512f", flag} <= has]
+    return "avx2", *wide
 
 
 @functools.cache
@@ -151,7 +152,7 @@ def built() -> tuple[Any | None, str]:
     """The library, and why there is none."""
     flags = _flags()
     if "avx2" not in flags:
-        return None, "there is no AVX2 here"
+        return None, "there is no AVX2 with FMA and F16C here"
     named = os.environ.get("CC")
     compiler = next((found for name in ((named,) if named else _COMPILERS) if (found := shutil.which(name))), None)
     if compiler is None:
