@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mantissa.kernels import cpu
+from mantissa.kernels import compiled, cpu
 from mantissa.kernels.compiled import Kind, is_laid
 from mantissa.kernels.cpu import CpuProducts, Products
 from mantissa.kernels.simulated import (
@@ -210,6 +210,8 @@ class NativeKernels:
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         (rows, heads, size), (kv_heads, keys) = q_BHD.shape, k_BKSD.shape[1:3]
+        if self.products.attends(q_BHD, self.format):
+            return compiled.attention(q_BHD.unsqueeze(2), k_BKSD, v_BKSD, self.format, length_B).squeeze(2)
         mask_N1S = self._mask(length_B, kv_heads, keys)
         with self.products.heads(q_BHD, heads // kv_heads, keys * size):
             q_NGD = q_BHD.reshape(rows * kv_heads, -1, size)

@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mantissa.kernels import compiled
 from mantissa.kernels.compiled import Kind
 from mantissa.kernels.cpu import CpuProducts, Products
 from mantissa.precision import (
@@ -203,10 +204,13 @@ class SimulatedKernels:
         return round_to_format(master.detach(), self.format)
 
     def laid(self, copy: Tensor, layer: str = "") -> Tensor:
-        kind: Kind = "bf16" if self.format is BF16 else "fp16" if self.format is FP16 else "fp32"
+        return self.products.laid(copy, self.kind_of(layer))
+
+    def kind_of(self, layer: str) -> Kind:
+        """What holds the values of that layer's copy: two bytes where they do."""
         if self.fp8 is not None and self.fp8.quantizes(layer):
-            kind = "bf16" if self.fp8.power_of_two else "fp32"  # codes of at most 8 bits times a power of two
-        return self.products.laid(copy, kind)
+            return "bf16" if self.fp8.power_of_two else "fp32"  # codes of at most 8 bits times a power of two
+        return "bf16" if self.format is BF16 else "fp16" if self.format is FP16 else "fp32"
 
     def product(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
         """x @ weight^T + bias of operands on their grids, fp32, not rounded; an exact family replaces it."""
@@ -263,6 +267,8 @@ class SimulatedKernels:
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         (rows, heads, size), (kv_heads, keys) = q_BHD.shape, k_BKSD.shape[1:3]
+        if self.products.attends(q_BHD, self.format):
+            return compiled.attention(q_BHD.unsqueeze(2), k_BKSD, v_BKSD, self.format, length_B).squeeze(2)
         mask_N1S = self._mask(length_B, kv_heads, keys)
         with self.products.heads(q_BHD, heads // kv_heads, keys * size):
             q_NGD = q_BHD.reshape(rows * kv_heads, -1, size)
