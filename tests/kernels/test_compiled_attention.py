@@ -99,9 +99,9 @@ def test_scores_far_apart_give_zeros_and_ones() -> None:
 
 
 def test_where_it_is_there() -> None:
-    assert compiled.attends(64, FP16)
-    assert not compiled.attends(64, E4M3)
-    assert not compiled.attends(6, FP32)
+    assert compiled.computes(64, FP16)
+    assert not compiled.computes(64, E4M3)
+    assert not compiled.computes(6, FP32)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])

@@ -9,33 +9,12 @@ result is one sum over the keys in order. Keys are read LANES at a time, for all
 #include <stdlib.h>
 #include "vectors.h"
 
-enum format { FP32, BF16, FP16 };
 enum { SEQUENCE, HEAD, POSITION };
 #define AT_ONCE (1 << 16) /* scores that a thread holds at a time: 256 kB */
 
-#ifdef __AVX512F__
-#define times _mm512_mul_ps
-#define plus _mm512_add_ps
-#define minus _mm512_sub_ps
-#define over _mm512_div_ps
-#define larger _mm512_max_ps /* the second where one is NaN */
-#define nearest(x) _mm512_roundscale_ps(x, 8)
-#define to_fp16(x) _mm512_cvtph_ps(_mm512_cvtps_ph(x, 8))
-#define LOWEST -104.0f /* below, exp is 0 */
-#else
-#define times _mm256_mul_ps
-#define plus _mm256_add_ps
-#define minus _mm256_sub_ps
-#define over _mm256_div_ps
-#define larger _mm256_max_ps
-#define nearest(x) _mm256_round_ps(x, 8)
-#define to_fp16(x) _mm256_cvtph_ps(_mm256_cvtps_ph(x, 0))
-#define LOWEST -87.0f /* below, exp is no normal number, and here 0 */
-#endif
-
 struct attention {
   const char *q, *k, *v; /* operands of `bytes` bytes: fp32, or bf16 */
-  char *out;             /* sequences x heads x queries x size, contiguous, of the same */
+  void *out;             /* sequences x heads x queries x size, contiguous, of the same */
   const int64_t *seen;   /* keys that a sequence's last query sees; NULL: all of them */
   long sequences, kv_heads, group, queries, keys, size;
   long of_q[3], of_k[3], of_v[3]; /* strides, in values */
@@ -46,24 +25,6 @@ struct attention {
   float *room;          /* of each thread: scores, queries, results and a tile */
   long taken, entered;
 };
-
-/* e^x for x <= 0, by Cephes' polynomial over |x| <= ln(2) / 2. */
-INLINE vector exponential(vector x) {
-  vector low = larger(all(LOWEST), x), n = nearest(times(low, all(1.44269504088896341f)));
-  vector r = fused(n, all(2.12194440e-4f), fused(n, all(-0.693359375f), low)), y = all(1.9875691500e-4f);
-  y = fused(y, r, all(1.3981999507e-3f));
-  y = fused(y, r, all(8.3334519073e-3f));
-  y = fused(y, r, all(4.1665795894e-2f));
-  y = fused(y, r, all(1.6666665459e-1f));
-  y = fused(y, r, all(5.0000001201e-1f));
-  y = plus(fused(y, times(r, r), r), all(1.0f));
-#ifdef __AVX512F__
-  return _mm512_scalef_ps(y, n);
-#else
-  __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-  return _mm256_and_ps(times(y, _mm256_castsi256_ps(power)), _mm256_cmp_ps(x, all(LOWEST), _CMP_NLT_UQ));
-#endif
-}
 
 /* Lane j of the result: the sum of the lanes of x[j]. */
 INLINE vector summed(vector *x) {
@@ -86,10 +47,7 @@ INLINE vector summed(vector *x) {
 }
 
 static void widen(const struct attention *a, const char *from, long at, float *to) {
-  if (a->bytes == 4)
-    memcpy(to, from + 4 * at, a->size * sizeof *to);
-  else
-    for (long d = 0; d < a->size; d += LANES) store(to + d, load_bf16((const uint16_t *)from + at + d));
+  for (long d = 0; d < a->size; d += LANES) store(to + d, read(from, at + d, a->bytes));
 }
 
 /* LANES keys or values from the one at `at`, `count` of them real and zeros behind: where they lie, or widened. */
@@ -100,17 +58,6 @@ INLINE const float *tile(const struct attention *a, const char *from, long at, l
   for (long j = 0; j < count; j++) widen(a, from, at + j * stride, room + j * a->size);
   memset(room + count * a->size, 0, (LANES - count) * a->size * sizeof *room);
   return room;
-}
-
-/* x rounded to the format, `count` values in whole vectors. */
-static void rounded(float *x, long count, enum format format) {
-  if (format == FP16)
-    for (long i = 0; i < count; i += LANES) store(x + i, to_fp16(load_fp32(x + i)));
-  if (format == BF16)
-    for (long i = 0; i < count; i++) {
-      uint32_t bits = (uint32_t)to_bf16(x[i]) << 16;
-      memcpy(x + i, &bits, sizeof bits);
-    }
 }
 
 /* The scores of one row become its probabilities, zeros beyond those it sees. */
@@ -127,11 +74,8 @@ static void softmax(float *scores, long seen, enum format format) {
     store(scores + j, each);
     total = plus(total, each);
   }
-  store(lanes, total);
-  for (int half = LANES / 2; half; half /= 2)
-    for (int j = 0; j < half; j++) lanes[j] += lanes[j + half];
-  for (long j = 0; j < whole; j += LANES) store(scores + j, over(load_fp32(scores + j), all(lanes[0])));
-  rounded(scores, whole, format);
+  vector sum = all(lanes_sum(total));
+  for (long j = 0; j < whole; j += LANES) store(scores + j, rounded(over(load_fp32(scores + j), sum), format));
 }
 
 /* out += p v of `rows` rows over the values `from` to `to` of a tile, `width` vectors of features at a time. */
@@ -197,12 +141,10 @@ static void of_rows(const struct attention *a, long sequence, long head, long st
         weighed_all(1, p + a->padded, a->padded, values, step, one, other, out + (r + 1) * size, size);
     }
   }
-  rounded(out, rows * size, a->format);
   for (long r = 0; r < rows; r++) {
     long at = ((sequence * a->kv_heads + head) * a->group + r % a->group) * a->queries + start + r / a->group;
-    if (a->bytes == 4) memcpy((float *)a->out + at * size, out + r * size, size * sizeof *out);
-    else
-      for (long d = 0; d < size; d++) ((uint16_t *)a->out)[at * size + d] = to_bf16(out[r * size + d]);
+    for (long d = 0; d < size; d += LANES)
+      write(a->out, at * size + d, rounded(load_fp32(out + r * size + d), a->format), a->bytes);
   }
 }
 

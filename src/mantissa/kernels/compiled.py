@@ -1,4 +1,4 @@
-"""Products and attention, compiled for this processor from ``products.c`` and ``attention.c`` where a compiler is there.
+"""Products, attention and what is computed row by row, compiled for this processor where a C compiler is there.
 
 A decode step multiplies a few rows by every weight, so its time is the time to read the weights. No library that comes
 with torch reads them as fast as the memory gives them: on one core of an AMD EPYC (Zen 4) one row of SmolLM2's
@@ -38,15 +38,15 @@ from mantissa.base.errors import MantissaError
 from mantissa.precision import BF16, FP16, FP32, NumberFormat
 
 Kind = Literal["fp32", "bf16", "fp16", "pairs"]
-Part = Kind | Literal["attention"]  # of the library, each used where it was measured to be faster
+Part = Kind | Literal["attention", "rows"]  # of the library, each used where it was measured to be faster
 KINDS: tuple[Kind, ...] = ("fp32", "bf16", "fp16", "pairs")  # in the order of the source's enum
-PARTS: tuple[Part, ...] = (*KINDS, "attention")
+PARTS: tuple[Part, ...] = (*KINDS, "attention", "rows")
 _HELD = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "pairs": torch.bfloat16}
 _FOLDER = Path(__file__).parent
-_SOURCES = (_FOLDER / "products.c", _FOLDER / "attention.c")
+_SOURCES = tuple(_FOLDER / f"{name}.c" for name in ("products", "attention", "rows"))
 _HEADER = _FOLDER / "vectors.h"
 _COMPILERS = ("gcc", "cc", "clang")
-_FORMATS = (FP32, BF16, FP16)  # in the order of attention.c's enum
+_FORMATS = (FP32, BF16, FP16)  # in the order of the sources' enum
 _SECONDS = 60.0  # that a compiler may take: it takes one
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
@@ -118,9 +118,9 @@ def fits(shape: Sequence[int], kind: Kind) -> bool:
     return len(shape) == 2 and shape[0] % library().mantissa_block() == 0 and not (kind == "pairs" and shape[1] % 2)
 
 
-def attends(size: int, fmt: NumberFormat) -> bool:
-    """Whether ``attention`` is there, for heads of this size and this format: whole vectors, fp32, bf16 or fp16."""
-    return built()[0] is not None and fmt in _FORMATS and size % library().mantissa_lanes() == 0
+def computes(width: int, fmt: NumberFormat) -> bool:
+    """Whether there is compiled code for rows of ``width`` values (attention: a head's) in this format."""
+    return built()[0] is not None and fmt in _FORMATS and width % library().mantissa_lanes() == 0
 
 
 def attention(
@@ -146,9 +146,57 @@ def attention(
     return out
 
 
+def norm(
+    x_NE: Tensor, weight_E: Tensor, eps: float, fmt: NumberFormat, added_NE: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x + added, rounded (x itself without), and its RMSNorm. fp32 or bf16, all alike. Not differentiable."""
+    x_NE, rows = x_NE.contiguous(), x_NE.numel() // x_NE.shape[-1]
+    added_NE = None if added_NE is None else added_NE.contiguous()
+    out_NE, total_NE = torch.empty_like(x_NE), x_NE if added_NE is None else torch.empty_like(x_NE)
+    library().mantissa_norm(
+        x_NE.element_size(), _FORMATS.index(fmt), x_NE.data_ptr(), None if added_NE is None else added_NE.data_ptr(),
+        weight_E.data_ptr(), total_NE.data_ptr(), out_NE.data_ptr(), rows, x_NE.shape[-1], eps,
+    )  # fmt: skip
+    return total_NE, out_NE
+
+
+def swiglu(gate_NE: Tensor, up_NE: Tensor, fmt: NumberFormat) -> Tensor:
+    """round(silu(gate)) * up, rounded. fp32 or bf16; parts of one tensor or tensors of their own. Not differentiable."""
+    rows, width = gate_NE.numel() // gate_NE.shape[-1], gate_NE.shape[-1]
+    if not gate_NE.stride() == up_NE.stride() == (*(gate_NE.stride(-2) * n for n in _outer(gate_NE)), 1):
+        gate_NE, up_NE = gate_NE.contiguous(), up_NE.contiguous()
+    out_NE = torch.empty(gate_NE.shape, dtype=gate_NE.dtype)
+    library().mantissa_swiglu(
+        gate_NE.element_size(), _FORMATS.index(fmt), gate_NE.data_ptr(), up_NE.data_ptr(), out_NE.data_ptr(), rows, width,
+        gate_NE.stride(-2) if gate_NE.dim() > 1 else width,
+    )  # fmt: skip
+    return out_NE
+
+
+def _outer(x: Tensor) -> list[int]:
+    """By how many rows each leading dimension steps, were the rows one after another."""
+    steps = [1]
+    for size in reversed(x.shape[1:-1]):
+        steps.insert(0, steps[0] * size)
+    return steps[: x.dim() - 1]
+
+
+def rotate(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, fmt: NumberFormat) -> Tensor:
+    """x * cos + rotate_half(x) * sin, rounded once. ``x`` fp32 or bf16, angles fp32. Not differentiable."""
+    x_BHTD = x_BHTD if x_BHTD.stride(3) == 1 else x_BHTD.contiguous()
+    cos_BTD, sin_BTD = cos_BTD.contiguous(), sin_BTD.contiguous()
+    out_BHTD = torch.empty(x_BHTD.shape, dtype=x_BHTD.dtype)
+    sizes = *x_BHTD.shape, *x_BHTD.stride()[:3], 0 if len(cos_BTD) == 1 else cos_BTD.stride(0)
+    library().mantissa_rotate(
+        x_BHTD.element_size(), _FORMATS.index(fmt), x_BHTD.data_ptr(), cos_BTD.data_ptr(), sin_BTD.data_ptr(),
+        out_BHTD.data_ptr(), (ctypes.c_long * 8)(*sizes),
+    )  # fmt: skip
+    return out_BHTD
+
+
 def parts() -> tuple[Part, ...]:
     """What there is here."""
-    return (*kinds(), "attention") if kinds() else ()
+    return (*kinds(), "attention", "rows") if kinds() else ()
 
 
 def kinds() -> tuple[Kind, ...]:
@@ -257,9 +305,13 @@ def _opened(path: Path) -> Any:
     pointer, size, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
     library.mantissa_product.argtypes = [number, *[pointer] * 5, *[size] * 3, number, pointer]
     library.mantissa_attention.argtypes = [*[number] * 2, *[pointer] * 6, ctypes.c_float, number, pointer]
+    library.mantissa_norm.argtypes = [*[number] * 2, *[pointer] * 5, size, size, ctypes.c_float]
+    library.mantissa_swiglu.argtypes = [*[number] * 2, *[pointer] * 3, *[size] * 3]
+    library.mantissa_rotate.argtypes = [*[number] * 2, *[pointer] * 5]
     library.mantissa_lay.argtypes = [number, pointer, pointer, size, size, number, number]
-    for function in (library.mantissa_product, library.mantissa_lay):
-        function.restype = None
+    nothing = "product", "lay", "norm", "swiglu", "rotate"  # is what these return
+    for name in nothing:
+        getattr(library, f"mantissa_{name}").restype = None
     return library
 
 

@@ -120,11 +120,11 @@ class Products:
             else packed(copy_FE)
         )
 
-    def attends(self, q_BHD: Tensor, fmt: NumberFormat) -> bool:
-        """Whether the compiled attention was measured to be faster here, and has heads like these."""
-        if q_BHD.is_cuda or not compiled.attends(q_BHD.shape[-1], fmt):
+    def has(self, part: Part, x_NE: Tensor, fmt: NumberFormat, width: int = 0) -> bool:
+        """Whether that compiled part was measured to be faster here, and computes rows like these."""
+        if x_NE.device.type != "cpu" or torch.is_grad_enabled() or not compiled.computes(width or x_NE.shape[-1], fmt):
             return False
-        return "attention" in (self.table or products()).compiled
+        return part in (self.table or products()).compiled
 
     def heads(self, x: Tensor, rows: int, values: int) -> AbstractContextManager[None]:
         """Within this, batched products take the way of ``rows`` rows by ``values`` values for each head."""
@@ -424,20 +424,26 @@ def _compiled(own_bf16: bool, generator: torch.Generator) -> tuple[Part, ...]:
             least = _least({"oneDNN": functools.partial(onednn, given, theirs), **calls}) if ours else {}
             over |= {kind: over[kind] + math.log(least[kind] / least["oneDNN"]) for kind in ours}
     faster = [kind for kind in tried if over[kind] < len(_DECODED_ROWS) * math.log(_WORTH)]
-    return (*faster, "attention") if _attends(generator) else tuple(faster)
+    others: list[tuple[Part, Any, Any, Any]] = [
+        ("attention", compiled.attention, _attention, [(rows, *shape, 64) for shape in ((8, 1), (2, 256), (2, 256))])
+        for rows in _DECODED_ROWS
+    ]
+    others += [("rows", _normed, _norm, [(rows, 4096)] * 2) for rows in _DECODED_ROWS]
+    ratios: dict[Part, float] = {}
+    for part, ours, theirs, shapes in others:
+        given = [torch.randn(shape, generator=generator) for shape in shapes]
+        right = (ours(*given, FP32).double() - theirs(*(x.double() for x in given))).abs().max() < 2.0**-18
+        least = _least({"torch": functools.partial(theirs, *given), "ours": functools.partial(ours, *given, FP32)})
+        ratios[part] = ratios.get(part, 0.0) + (math.log(least["ours"] / least["torch"]) if right else math.inf)
+    return (*faster, *(part for part, over in ratios.items() if over < len(_DECODED_ROWS) * math.log(_WORTH)))
 
 
-def _attends(generator: torch.Generator) -> bool:
-    """The same of attention: a step of some sequences of 256 keys, 2 heads of 64 to 8 queries."""
-    over, sizes = 0.0, (_DECODED_ROWS[0], _DECODED_ROWS[1])
-    for rows in sizes:
-        q, k, v = (torch.randn(rows, *shape, 64, generator=generator) for shape in ((8, 1), (2, 256), (2, 256)))
-        exact = _attention(q.double(), k.double(), v.double())
-        if (compiled.attention(q, k, v, FP32).double() - exact).abs().max() > 2.0**-18:
-            return False
-        least = _least({"torch": lambda: _attention(q, k, v), "ours": lambda: compiled.attention(q, k, v, FP32)})  # noqa: B023
-        over += math.log(least["ours"] / least["torch"])
-    return over < len(sizes) * math.log(_WORTH)
+def _norm(x_NE: Tensor, y_NE: Tensor) -> Tensor:
+    return F.rms_norm(x_NE + y_NE, x_NE.shape[-1:], y_NE[0], 1e-6)
+
+
+def _normed(x_NE: Tensor, y_NE: Tensor, fmt: NumberFormat) -> Tensor:
+    return compiled.norm(x_NE, y_NE[0], 1e-6, fmt, y_NE)[1]
 
 
 def _attention(q_BH1D: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def plan_exact(
             if present > 1:
                 with threads(1):
                     agree = agree and tried.holds(choice)
-        attends = not masked and "attention" in faster and compiled.attends(shapes.head_dim, role.active)
+        attends = not masked and "attention" in faster and compiled.computes(shapes.head_dim, role.active)
         heads, attention = _planned_attention(
             shapes, ways, role, generator, own and not simulated_too and cpu.has_bf16(), attends
         )

@@ -71,7 +71,7 @@ class NativeKernels:
         self.dtype = fmt.dtype
         self.logits_format = logits_format
         self.fp8 = fp8
-        self.weights_on_grid = copies and fp8 is not None
+        self.copies, self.weights_on_grid = copies, copies and fp8 is not None
         self.products = Products("bf16" if fmt is BF16 else "fp32", table)
         self._mask = CachedMask()
         self._flash_attn = fmt is not FP32 and importlib.util.find_spec("flash_attn") is not None
@@ -164,7 +164,13 @@ class NativeKernels:
     def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
         return token_logprob(logits_NV, tokens_N, temperature)
 
+    def _by_rows(self, x_NE: Tensor, width: int = 0) -> bool:
+        """Whether compiled code computes it, of a policy that never trains: one that does has its own way for all."""
+        return self.copies and x_NE.dtype is self.dtype and self.products.has("rows", x_NE, self.format, width)
+
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        if self._by_rows(x_NE):
+            return compiled.norm(x_NE, self.weight(weight_E), eps, self.format)[1]
         if not x_NE.is_cuda and not torch.is_grad_enabled():  # the same arithmetic in torch's own loop over few calls
             return F.rms_norm(x_NE, weight_E.shape, None, eps) * self.weight(weight_E)
         if self._is_cpus_own(x_NE):
@@ -173,6 +179,8 @@ class NativeKernels:
         return (x * inverse_rms(x, eps)).to(self.dtype) * self.weight(weight_E)
 
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
+        if self._by_rows(gate_NE):
+            return compiled.swiglu(gate_NE, up_NE, self.format)
         return F.silu(gate_NE) * up_NE  # torch's silu computes in fp32 and rounds once
 
     def sigmoid(self, x_NE: Tensor) -> Tensor:
@@ -182,12 +190,16 @@ class NativeKernels:
         return (x_NE.float() * weight_N.unsqueeze(-1)).to(self.dtype)
 
     def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
+        if self._by_rows(x_BHTD, x_BHTD.shape[3] // 2):
+            return compiled.rotate(x_BHTD, cos_BTD, sin_BTD, self.format)
         return Rotate.of(x_BHTD.float(), cos_BTD, sin_BTD, FP32).to(self.dtype)
 
     def add(self, x_NE: Tensor, y_NE: Tensor) -> Tensor:
         return x_NE + y_NE
 
     def add_norm(self, x_NE: Tensor, y_NE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if self._by_rows(x_NE):
+            return compiled.norm(x_NE, self.weight(weight_E), eps, self.format, y_NE)
         total_NE = self.add(x_NE, y_NE)
         return total_NE, self.rms_norm(total_NE, weight_E, eps)
 
@@ -210,7 +222,7 @@ class NativeKernels:
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         (rows, heads, size), (kv_heads, keys) = q_BHD.shape, k_BKSD.shape[1:3]
-        if self.products.attends(q_BHD, self.format):
+        if self.products.has("attention", q_BHD, self.format):
             return compiled.attention(q_BHD.unsqueeze(2), k_BKSD, v_BKSD, self.format, length_B).squeeze(2)
         mask_N1S = self._mask(length_B, kv_heads, keys)
         with self.products.heads(q_BHD, heads // kv_heads, keys * size):

@@ -13,7 +13,7 @@ of two bf16 pairs). So it is the same however many rows, blocks or threads there
 #define AT_ONCE 512 /* inputs at a time: a block of them stays in the cache from one group of rows to the next */
 enum { BLOCK = LANES * VECTORS };
 
-enum kind { FP32, BF16, FP16, PAIRS };
+enum kind { OF_FP32, OF_BF16, OF_FP16, PAIRS };
 
 /* One product: what every thread of it reads, and the next block that none has taken. */
 struct product {
@@ -96,9 +96,9 @@ static void of_block(const struct product *p, long at) {
   long start = at * BLOCK, first = start * p->in;
   float *y = p->y + start;
   switch (p->kind) {
-    case FP32: block_fp32((const float *)p->weight + first, p->x, y, p->rows, p->in, p->out); break;
-    case BF16: block_bf16((const uint16_t *)p->weight + first, p->x, y, p->rows, p->in, p->out); break;
-    case FP16: block_fp16((const uint16_t *)p->weight + first, p->x, y, p->rows, p->in, p->out); break;
+    case OF_FP32: block_fp32((const float *)p->weight + first, p->x, y, p->rows, p->in, p->out); break;
+    case OF_BF16: block_bf16((const uint16_t *)p->weight + first, p->x, y, p->rows, p->in, p->out); break;
+    case OF_FP16: block_fp16((const uint16_t *)p->weight + first, p->x, y, p->rows, p->in, p->out); break;
     case PAIRS:
 #ifdef __AVX512BF16__
       block_pairs((const uint16_t *)p->weight + first, p->x, y, p->rows, p->in, p->out);

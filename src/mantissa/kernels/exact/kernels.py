@@ -42,6 +42,9 @@ class Planned:
 
     plan: ExactPlan
 
+    def _by_rows(self, x_NE: Tensor, width: int = 0) -> bool:
+        return False  # both policies compute rows by one function
+
 
 class ExactKernels(Planned, SimulatedKernels):
     """The operations in ``fmt``, fp32 included, on fp32 tensors, by the calls that ``plan`` allows. See ``Kernels``.
