@@ -234,4 +234,4 @@ def test_only_what_is_exact_and_faster_is_taken(monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr(Laid, "product", lambda self, x: product(self, x) + (self.kind == "fp32"))
         monkeypatch.setattr(compiled, "attention", lambda *given: attention(*given) * 1.001)
     found = cpu._compiled(cpu.has_bf16(), torch.Generator().manual_seed(0))
-    assert found == (("fp32", "bf16", "attention") if right else ("bf16",))
+    assert found == (("fp32", "bf16", "attention", "rows") if right else ("bf16", "rows"))

@@ -11,8 +11,8 @@ Attention in one call computes each query's row by itself, in one order of its o
 The library is built once a machine, in a second, and kept in the user's cache folder; a folder that others may write
 to is not used. ``cpu.py`` measures where it is the faster one, and a run's table of products says so.
 
-Legend: N rows (any leading shape), E features in, F features out. Of attention: B sequences, H query heads, K key heads,
-T queries, S keys, D head size.
+Legend: N rows (any leading shape), E features in, F features out. Of attention: B sequences, H query heads, K key
+heads, T queries, S keys, D head size.
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ def attention(
     that a sequence's last query sees, at least T; None: all. Not differentiable. Shape and dtype of ``q``.
     """
     (batch, heads, queries, size), (kv_heads, keys) = q_BHTD.shape, k_BKSD.shape[1:3]
-    q, k, v = (x.to(q_BHTD.dtype) if x.stride(3) == 1 else x.to(q_BHTD.dtype).contiguous() for x in (q_BHTD, k_BKSD, v_BKSD))
+    alike = (x.to(q_BHTD.dtype) for x in (q_BHTD, k_BKSD, v_BKSD))
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in alike)
+    seen_B = None if seen_B is None else seen_B.long().contiguous()
     out = torch.empty(q.shape, dtype=q.dtype)
     sizes = batch, kv_heads, heads // kv_heads, queries, keys, size, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
     threads = torch.get_num_threads() if batch * heads * queries * keys * size >= _SHARED else 1
@@ -161,14 +163,14 @@ def norm(
 
 
 def swiglu(gate_NE: Tensor, up_NE: Tensor, fmt: NumberFormat) -> Tensor:
-    """round(silu(gate)) * up, rounded. fp32 or bf16; parts of one tensor or tensors of their own. Not differentiable."""
+    """round(silu(gate)) * up, rounded. fp32 or bf16, parts of one tensor or two tensors. Not differentiable."""
     rows, width = gate_NE.numel() // gate_NE.shape[-1], gate_NE.shape[-1]
     if not gate_NE.stride() == up_NE.stride() == (*(gate_NE.stride(-2) * n for n in _outer(gate_NE)), 1):
         gate_NE, up_NE = gate_NE.contiguous(), up_NE.contiguous()
     out_NE = torch.empty(gate_NE.shape, dtype=gate_NE.dtype)
     library().mantissa_swiglu(
-        gate_NE.element_size(), _FORMATS.index(fmt), gate_NE.data_ptr(), up_NE.data_ptr(), out_NE.data_ptr(), rows, width,
-        gate_NE.stride(-2) if gate_NE.dim() > 1 else width,
+        gate_NE.element_size(), _FORMATS.index(fmt), gate_NE.data_ptr(), up_NE.data_ptr(), out_NE.data_ptr(), rows,
+        width, gate_NE.stride(-2) if gate_NE.dim() > 1 else width,
     )  # fmt: skip
     return out_NE
 

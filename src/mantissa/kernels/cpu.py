@@ -431,9 +431,11 @@ def _compiled(own_bf16: bool, generator: torch.Generator) -> tuple[Part, ...]:
     others += [("rows", _normed, _norm, [(rows, 4096)] * 2) for rows in _DECODED_ROWS]
     ratios: dict[Part, float] = {}
     for part, ours, theirs, shapes in others:
-        given = [torch.randn(shape, generator=generator) for shape in shapes]
-        right = (ours(*given, FP32).double() - theirs(*(x.double() for x in given))).abs().max() < 2.0**-18
-        least = _least({"torch": functools.partial(theirs, *given), "ours": functools.partial(ours, *given, FP32)})
+        operands = [torch.randn(shape, generator=generator) for shape in shapes]
+        right = (ours(*operands, FP32).double() - theirs(*(each.double() for each in operands))).abs().max() < 2.0**-18
+        least = _least(
+            {"torch": functools.partial(theirs, *operands), "ours": functools.partial(ours, *operands, FP32)}
+        )
         ratios[part] = ratios.get(part, 0.0) + (math.log(least["ours"] / least["torch"]) if right else math.inf)
     return (*faster, *(part for part, over in ratios.items() if over < len(_DECODED_ROWS) * math.log(_WORTH)))
 

@@ -74,7 +74,9 @@ def plan_exact(
 
     ``simulated_too``: the plan of a role in the processor's own bf16 serves a simulated one beside it as well.
     ``table``: what was measured of compiled products; None: on this machine. ``masked``: attention may have any mask,
-    which the compiled one has not. Torch's number of threads is restored. ``MantissaError`` where not even the last way gives equal rows.
+    which the compiled one has not.
+
+    Torch's number of threads is restored. ``MantissaError`` where not even the last way gives equal rows.
     """
     device = torch.device(device)
     if device.type != "cpu" or not role.exact:
@@ -326,12 +328,12 @@ def _planned_attention(
     fp32 ones. ``MantissaError`` if none does."""
     failures: list[str] = []
     if ways[0] == "in order":
-        heads, choice = _Attention(shapes, generator, False), AttentionChoice("in order", why="a row's sums are its own")
-        if attends and not (difference := heads.together(choice)):
-            return heads, choice
-        if attends:
-            failures.append(f"in order differ at {difference}")
         ways = ways[1:]
+        heads, in_order = _Attention(shapes, generator, False), AttentionChoice("in order", why="a row is its own")
+        difference = heads.together(in_order) if attends else ""
+        if attends and not difference:
+            return heads, in_order
+        failures += [f"in order differ at {difference}"] if attends else []
     for bf16 in (True, False) if own and ways[0] != "fp64" else (False,):
         heads = _Attention(shapes, generator, bf16)
         for way in ways[:1] if bf16 else ways:

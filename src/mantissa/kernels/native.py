@@ -164,12 +164,12 @@ class NativeKernels:
     def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
         return token_logprob(logits_NV, tokens_N, temperature)
 
-    def _by_rows(self, x_NE: Tensor, width: int = 0) -> bool:
+    def by_rows(self, x_NE: Tensor, width: int = 0) -> bool:
         """Whether compiled code computes it, of a policy that never trains: one that does has its own way for all."""
         return self.copies and x_NE.dtype is self.dtype and self.products.has("rows", x_NE, self.format, width)
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        if self._by_rows(x_NE):
+        if self.by_rows(x_NE):
             return compiled.norm(x_NE, self.weight(weight_E), eps, self.format)[1]
         if not x_NE.is_cuda and not torch.is_grad_enabled():  # the same arithmetic in torch's own loop over few calls
             return F.rms_norm(x_NE, weight_E.shape, None, eps) * self.weight(weight_E)
@@ -179,7 +179,7 @@ class NativeKernels:
         return (x * inverse_rms(x, eps)).to(self.dtype) * self.weight(weight_E)
 
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
-        if self._by_rows(gate_NE):
+        if self.by_rows(gate_NE):
             return compiled.swiglu(gate_NE, up_NE, self.format)
         return F.silu(gate_NE) * up_NE  # torch's silu computes in fp32 and rounds once
 
@@ -190,7 +190,7 @@ class NativeKernels:
         return (x_NE.float() * weight_N.unsqueeze(-1)).to(self.dtype)
 
     def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-        if self._by_rows(x_BHTD, x_BHTD.shape[3] // 2):
+        if self.by_rows(x_BHTD, x_BHTD.shape[3] // 2):
             return compiled.rotate(x_BHTD, cos_BTD, sin_BTD, self.format)
         return Rotate.of(x_BHTD.float(), cos_BTD, sin_BTD, FP32).to(self.dtype)
 
@@ -198,7 +198,7 @@ class NativeKernels:
         return x_NE + y_NE
 
     def add_norm(self, x_NE: Tensor, y_NE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if self._by_rows(x_NE):
+        if self.by_rows(x_NE):
             return compiled.norm(x_NE, self.weight(weight_E), eps, self.format, y_NE)
         total_NE = self.add(x_NE, y_NE)
         return total_NE, self.rms_norm(total_NE, weight_E, eps)

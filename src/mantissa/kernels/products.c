@@ -10,6 +10,7 @@ of two bf16 pairs). So it is the same however many rows, blocks or threads there
 #include "vectors.h"
 
 #define ROWS 6
+#define LINE 32
 #define AT_ONCE 512 /* inputs at a time: a block of them stays in the cache from one group of rows to the next */
 enum { BLOCK = LANES * VECTORS };
 
@@ -135,10 +136,10 @@ void mantissa_product(int kind, const void *weight, const void *x, float *y, con
 #define LAY(NAME, VALUE)                                                                                          \
   static void NAME(const VALUE *from, VALUE *to, long in, long out, int group, int back) {                        \
     for (long f = 0; f < out; f += BLOCK)                                                                         \
-      for (long e = 0; e < in; e += group)                                                                        \
+      for (long start = 0; start < in; start += LINE) /* lines of a cache, each read and written once */          \
         for (int k = 0; k < BLOCK; k++)                                                                           \
-          for (int g = 0; g < group; g++) {                                                                       \
-            long plain = (f + k) * in + e + g, laid = f * in + e * BLOCK + k * group + g;                         \
+          for (long e = start; e < start + LINE && e < in; e++) {                                                 \
+            long plain = (f + k) * in + e, laid = f * in + (e - e % group) * BLOCK + k * group + e % group;       \
             to[back ? plain : laid] = from[back ? laid : plain];                                                  \
           }                                                                                                       \
   }

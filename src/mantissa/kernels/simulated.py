@@ -240,17 +240,17 @@ class SimulatedKernels:
     def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
         return token_logprob(logits_NV, tokens_N, temperature)
 
-    def _by_rows(self, x_NE: Tensor, width: int = 0) -> bool:
+    def by_rows(self, x_NE: Tensor, width: int = 0) -> bool:
         """Whether compiled code computes it, of a policy that never trains: one that does has its own way for all."""
         return self.weights_on_grid and self.products.has("rows", x_NE, self.format, width)
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        if self._by_rows(x_NE):
+        if self.by_rows(x_NE):
             return compiled.norm(x_NE, weight_E, eps, self.format)[1]
         return RMSNorm.of(x_NE, self.weight(weight_E), eps, self.format)
 
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
-        if self._by_rows(gate_NE):
+        if self.by_rows(gate_NE):
             return compiled.swiglu(gate_NE, up_NE, self.format)
         return _SwiGLU.of(gate_NE, up_NE, self.format)
 
@@ -261,7 +261,7 @@ class SimulatedKernels:
         return _Scale.of(x_NE, weight_N, self.format)
 
     def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-        if self._by_rows(x_BHTD, x_BHTD.shape[3] // 2):
+        if self.by_rows(x_BHTD, x_BHTD.shape[3] // 2):
             return compiled.rotate(x_BHTD, cos_BTD, sin_BTD, self.format)
         return Rotate.of(x_BHTD, cos_BTD, sin_BTD, self.format)
 
@@ -269,7 +269,7 @@ class SimulatedKernels:
         return _Add.of(x_NE, y_NE, self.format)
 
     def add_norm(self, x_NE: Tensor, y_NE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if self._by_rows(x_NE):
+        if self.by_rows(x_NE):
             return compiled.norm(x_NE, weight_E, eps, self.format, y_NE)
         total_NE = self.add(x_NE, y_NE)
         return total_NE, self.rms_norm(total_NE, weight_E, eps)

@@ -31,7 +31,15 @@ from mantissa.kernels import compiled, cpu
 from mantissa.kernels.compiled import Kind, Laid
 from mantissa.kernels.cpu import Products
 from mantissa.kernels.exact.plan import AttentionChoice, Choice, ExactPlan, pieces
-from mantissa.kernels.simulated import CausalAttention, Operation, SimulatedKernels, _fold, _Sigmoid, _SwiGLU, mask_beyond
+from mantissa.kernels.simulated import (
+    CausalAttention,
+    Operation,
+    SimulatedKernels,
+    _fold,
+    _Sigmoid,
+    _SwiGLU,
+    mask_beyond,
+)
 from mantissa.precision import FP32, Fp8Policy, NumberFormat, round_cached, round_to_format_
 
 PART = 1 << 19  # values of SwiGLU at a time: 2 MB
@@ -42,8 +50,9 @@ class Planned:
 
     plan: ExactPlan
 
-    def _by_rows(self, x_NE: Tensor, width: int = 0) -> bool:
-        return False  # both policies compute rows by one function
+    def by_rows(self, x_NE: Tensor, width: int = 0) -> bool:
+        """Never: both policies compute rows by one function, which has a gradient."""
+        return False
 
 
 class ExactKernels(Planned, SimulatedKernels):

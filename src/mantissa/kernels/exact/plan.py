@@ -150,8 +150,8 @@ class AttentionChoice:
 
     ``heads``: how many (sequence, key head) pairs a call may hold, ascending. ``rows``: a decode step's queries of one
     key head are filled up to a multiple of it. ``positions``: of queries that training takes at a time. ``keys``: a
-    number of keys is rounded up to a multiple of it. All are none ``in order``. ``bf16``: its products are of fp32 tensors that hold bf16's values
-    and are multiplied as such, with fp32 results.
+    number of keys is rounded up to a multiple of it. None of these ``in order``. ``bf16``: its products are of fp32
+    tensors that hold bf16's values and are multiplied as such, with fp32 results.
     """
 
     way: Way
