@@ -92,6 +92,7 @@ def plan_exact(
     multiplied += [(True, *each) for each in (shapes.rounded | small).items()] if own else []
     ways = WAYS[WAYS.index(fastest) :]
     faster = (cpu.products() if table is None else table).compiled
+    faster = faster if "attention" in faster else ()  # a table of a run that began with tiles has none
     kind = "bf16" if role.active is BF16 else "fp16" if role.active is FP16 else "fp32"
     in_order = ("fp32" if role.fp8 is not None or simulated_too else kind) in faster, own and "pairs" in faster
     present, agree = torch.get_num_threads(), True
