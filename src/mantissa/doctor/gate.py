@@ -94,14 +94,14 @@ class Gate:
         self, step: int, prompts: Sequence[Sequence[int]], responses: Table, mask: Table, rollout: Table,
         learner: Table, *, temperature: float | None = None, rollout_format: str | None = None,
         learner_format: str | None = None, rollout_version: Versions = None, learner_version: int | None = None,
-        experts: bool | None = None,
+        experts: bool | None = None, soft_cap: bool | None = None,
     ) -> Diagnosis | None:  # fmt: skip
         """Look at one batch: B prompts' token ids, and B,R tables of response ids, mask (1 where the policy sampled),
         both sides' log-probs in nats. None where the gate is not due, or has gathered too few.
 
         Rows of one prompt are a group; without prompts (empty lists) there is none. ``rollout_version``: of the weights
         that sampled, one number or one a row; ``learner_version``: of those that scored; where they are known.
-        ``experts``: whether the policy is a mixture of experts.
+        ``experts``: whether the policy is a mixture of experts; ``soft_cap``: whether it caps its logits.
         """
         if not self.due(step):
             return None
@@ -119,6 +119,7 @@ class Gate:
         if len(self._kept) < self.sequences or (None not in groups and len(groups) < _PROMPTS * self.sequences):
             return None
         settings = Settings(temperature, rollout_format=rollout_format, learner_format=learner_format, experts=experts)
+        settings = replace(settings, soft_cap=soft_cap)
         kept, self._kept, self._due, self._at = self._kept, [], False, step
         return self._answer(step, kept, settings)
 
