@@ -193,8 +193,15 @@ MOST_OF_IT = 0.75  # of sum d^2, that such a place holds: right ones held 0.89 a
 # Of sum d^2, that a formula of what was saved explains: right ones did 0.999 (a smoothed loss, whose mean over the
 # vocabulary is each context's own, 0.976), wrong ones 0.97 (0.88).
 FORMULAS = {"raised": 0.98, "smoothed": 0.93}
-BY_LITTLE = ("support", "logit_bias", "min_tokens", "onset", "prompt")  # claims of a sign, steps of few contexts
+# Claims of a sign, steps of few contexts.
+BY_LITTLE = ("support", "logit_bias", "min_tokens", "onset", "mid_sequence", "prompt")
 SURELY_SO = 0.01  # their p: wrong ones had 0.02 and 0.03, right ones 0.002
+# What is of every context, or of a token that each sequence has of its own, is foretold by no place: of log |u| such
+# laws have up to 0.1; a window's end called a token of each sequence's own has 0.48, min_tokens called support 0.8.
+NO_PLACE = ("support", "temperature", "soft_cap", "argmax", "logit_bias", "raised", "smoothed", "unrelated",
+            "mid_sequence")  # fmt: skip
+PLACED = 0.15
+NEVER_BELOW, ONE_LAW = 0.95, 0.98  # of tokens: one side is above; two words of one context have no more than 1 together
 NEAR = 0.9  # of the gap: a line or a curve that explains so much is as good as the law
 IN_CONTEXT = (
     5.0  # standard errors, of how words of one context move with their log-prob: laws have up to 2.2 (one of 4)
