@@ -187,6 +187,8 @@ BLIND = 10.0  # times the usual: a sample that would not show so much says nothi
 HEALTHY_SEQUENCES, HEALTHY_TOKENS = 2 * FEWEST, 64  # for a verdict where nothing is found
 SINGLE = (3.0, 0.5)  # times the usual, with single tokens; of which more than so are neither first nor last
 
+QUARTERS = 4  # of the prompts, each left out in turn: half of the rests say a name again at least, and none another
+
 # what a name needs (signatures.py); by four sets of dumps of other hands, each left out in turn
 ALONE = ("end_token", "first_token", "turn", "onset", "padding", "capacity", "soft_cap")  # the rest is healthy
 MOST_OF_IT = 0.75  # of sum d^2, that such a place holds: right ones held 0.89 and more, wrong ones 0.24 to 0.69
