@@ -134,7 +134,8 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
     """The diagnosis, in which the findings ``without`` name nothing."""
     dump, expected = evidence.dump, usual_of(evidence.dump.settings)
     every, held = _proven(evidence, without)
-    if held.named and not held.named[0].exact and (why := _not_again(evidence, held, without)):
+    firm = held.named and (held.named[0].exact or held.named[0].by_number)  # a batch's numbers are none of a part of it
+    if held.named and not firm and (why := _not_again(evidence, held, without)):
         held = Judged(likely=held.named, why=why)
     figures = _figures(evidence.clean)
     size = next(finding for finding in every if finding.name == "too_large")
@@ -192,30 +193,26 @@ def _proven(e: Evidence, without: Sequence[str]) -> tuple[list[Finding], Judged]
 
 
 def _not_again(e: Evidence, held: Judged, without: Sequence[str]) -> str:
-    """Why a name is not held up by three quarters of the dump, empty where it is.
+    """Why a name does not stand up in three quarters of the dump, empty where it does.
 
-    Each quarter of the prompts (of the sequences, where too few prompts would be left) is left out in turn. A name that
-    hangs on a few of them goes, or another one comes, as of a rival that is nearly as good. What a part cannot test
-    does not count against it.
+    Each quarter of the prompts (of the sequences, where too few prompts would be left) is left out in turn. Where
+    another name comes then, a rival is nearly as good, and a few prompts decided between them.
     """
     names = {name for each in held.named for name in (each.name, *each.also)}
     groups = [each.group for each in e.dump.sequences]
     of_prompts = None not in groups and 3 * len(set(groups)) >= 4 * PROMPTS
     unit = np.unique(np.array(groups if of_prompts else range(len(groups))), return_inverse=True)[1]
     quarter = np.random.default_rng(0).permutation(int(unit.max()) + 1)[unit] % QUARTERS
-    tried, again = 0, 0
     for left_out in range(QUARTERS):
         rest = [
             replace(each, mask=np.zeros_like(each.mask)) if number == left_out else each
             for each, number in zip(e.dump.sequences, quarter.tolist(), strict=True)
         ]
-        every, other = _proven(Evidence.of(replace(e.dump, sequences=rest), e.usual), without)
+        other = _proven(Evidence.of(replace(e.dump, sequences=rest), e.usual), without)[1]
         found = {name for each in other.named for name in (each.name, *each.also)}
         if found and not found & names and not any(names & set(part(name).unless) for name in found):
             return f"without a quarter of the prompts it looks like {words.titled(other.named[0])}"
-        tried += any(each.tested for each in every if each.name == held.named[0].name)
-        again += bool(found & names)
-    return "" if 2 * again >= tried else "without a quarter of the prompts it is not seen"
+    return ""
 
 
 def _named(e: Evidence, every: Sequence[Finding], remarks: Sequence[str], without: Sequence[str]) -> list[Finding]:

@@ -314,15 +314,17 @@ def _doubt(e: Evidence, every: Sequence[Finding], named: Sequence[Finding]) -> s
 
 
 def _placed(e: Evidence) -> float:
-    """The share of the variance of log |u| that other sequences foretell by a token's place alone: in the response, in
-    the whole sequence, from the end."""
+    """What a token's place in the response, in the whole sequence and from the end foretells of log |u|."""
     t = e.clean.telling
-    if not len(t.u):
-        return 0.0
-    size = np.log(np.maximum(np.abs(t.u), e.usual / 300))
     prompts = np.array([each.prompt_length for each in e.dump.sequences])[t.sequence]
-    places = (t.position, t.position + prompts, t.left)
-    return max(_foretold(place // 2, size - size.mean(), t.sequence)[0] for place in places)
+    return max(_of_size(e, place // 2) for place in (t.position, t.position + prompts, t.left))
+
+
+def _of_size(e: Evidence, key: np.ndarray) -> float:
+    """The share of the variance of log |u| that other sequences foretell by a ``key`` of each telling token."""
+    t = e.clean.telling
+    size = np.log(np.maximum(np.abs(t.u), e.usual / 300))
+    return _foretold(key, size - size.mean(), t.sequence)[0] if len(size) else 0.0
 
 
 def _consequence(e: Evidence, every: Sequence[Finding], named: Sequence[Finding]) -> str:
@@ -438,6 +440,12 @@ def _argmax(e: Evidence, found: Finding) -> str:
     return "" if holds else "beside the sampled word's, such probabilities would be above 1"
 
 
+def _own(e: Evidence, found: Finding) -> str:
+    """A token of each sequence's own foretells sizes better than one place of all does, such as a window's end."""
+    told = _of_size(e, np.isnan(found.rest)[e.telling].astype(int)) > _placed(e)
+    return "" if told else "one place of all sequences foretells as well where they differ"
+
+
 def _in_most(e: Evidence, found: Finding) -> str:
     """What differs from a position or a turn on does so in most sequences that have one; where a few alone do, their
     texts, rows or engines are as likely. And a position is one before a second turn, too."""
@@ -471,8 +479,8 @@ def _single(e: Evidence, found: Finding) -> str:
 
 _NEEDS: dict[str, Callable[[Evidence, Finding], str]] = {
     "support": _support, "logit_bias": _logit_bias, "soft_cap": _soft_cap, "padding": _padding,
-    "min_tokens": _min_tokens, "single_tokens": _single, "unrelated": _unrelated,
-    "argmax": _argmax, "position": _in_most, "turn": _in_most, "onset": _in_most, "weights": _weights,
+    "min_tokens": _min_tokens, "single_tokens": _single, "unrelated": _unrelated, "argmax": _argmax,
+    "mid_sequence": _own, "position": _in_most, "turn": _in_most, "onset": _in_most, "weights": _weights,
 }  # fmt: skip
 
 
