@@ -135,8 +135,9 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
     dump, expected = evidence.dump, usual_of(evidence.dump.settings)
     every, held = _proven(evidence, without)
     firm = held.named and (held.named[0].exact or held.named[0].by_number)  # a batch's numbers are none of a part of it
-    if held.named and not firm and (why := _not_again(evidence, held, without)):
-        held = Judged(likely=held.named, why=why)
+    rival = "" if firm else _rival(evidence, held, without)
+    if rival:
+        held = Judged(likely=held.named, why=rival)
     figures = _figures(evidence.clean)
     size = next(finding for finding in every if finding.name == "too_large")
     large = [each for each in every if each.found and each.name == "too_large"]
@@ -192,12 +193,14 @@ def _proven(e: Evidence, without: Sequence[str]) -> tuple[list[Finding], Judged]
     return every, judged(e, every, _named(e, every, remarks, without))
 
 
-def _not_again(e: Evidence, held: Judged, without: Sequence[str]) -> str:
-    """Why a name does not stand up in three quarters of the dump, empty where it does.
+def _rival(e: Evidence, held: Judged, without: Sequence[str]) -> str:
+    """What three quarters of the dump look like in place of what is named, empty where it stands up in all.
 
     Each quarter of the prompts (of the sequences, where too few prompts would be left) is left out in turn. Where
     another name comes then, a rival is nearly as good, and a few prompts decided between them.
     """
+    if not held.named:
+        return ""
     names = {name for each in held.named for name in (each.name, *each.also)}
     groups = [each.group for each in e.dump.sequences]
     of_prompts = None not in groups and 3 * len(set(groups)) >= 4 * PROMPTS
