@@ -270,6 +270,12 @@ prompt shift moved_from first_token onset some_sequences: token_healing_engine
 nondeterministic weights unrelated some_sequences: layer_drop_in_learner
 nondeterministic weights unrelated: embedding_noise_on
 weights unrelated stale experts: one_expert_zero
+support cut_off temperature single_tokens: xtc_rollout_only
+temperature weights unrelated smoothed: dynamic_temperature_engine
+temperature soft_cap smoothed weights unrelated: quadratic_smoothing_engine
+unrelated rows: ranks_joined_interleaved
+first_token unrelated single_tokens prompt: packed_row_border_label
+end_token single_tokens unscored: end_token_of_other_id
 """
 RIGHT: dict[str, tuple[str, ...]] = {
     kind: tuple(names.split())
