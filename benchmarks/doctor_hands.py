@@ -45,8 +45,8 @@ SAID = {"bypass_copies_rollout": "copy", "learner_copied": "copy", "rows_duplica
 # generator; expected before its first look: 1% wrong, 30% named right and one alarm; and the same of i2 (other seeds,
 # families and formats, as many dumps as a half hour makes), after the mends that i led to.
 # Those of j (seven families, one of experts, two with states for caches; and SmolLM2; by a third hand that had
-# read this table and no line of the doctor) and of j2 (its second draw: other families and kinds, after the mends that
-# j led to) were written with their generator; expected before their first looks: the same as of i.
+# read this table and no line of the doctor) and of j2 (its second draw: other families and kinds, before any mend
+# that j led to) were written with their generator; expected before their first looks: the same as of i.
 TRUE = """\
 weights unrelated stale: activation_fp8_engine activation_function_differs activation_variant activations_fp8
   adapter_scale adapter_scale_wrong adapter_wrong_slot async_lag_recorded attention_scale attention_scale_wrong
