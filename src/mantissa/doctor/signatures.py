@@ -206,6 +206,8 @@ def _of_some(whole: Evidence, some: Finding) -> Finding | None:
     inner = cause_of(every)
     if inner is None or part(inner.name).of not in ("value", "law") or inner.name == "nondeterministic":
         return None
+    if part(inner.name).rounding:
+        return None
     if _doubt(part_of, every, [inner]):
         return None  # that they differ is known, and this is not
     sequences = len(np.unique(whole.clean.sequence))
