@@ -261,3 +261,14 @@ def test_a_rival_that_comes_without_a_quarter_of_the_prompts_leaves_it_open(monk
     found = told(rows)
     assert (found.verdict, found.basis, found.candidates[0].name) == (Verdict.LARGE, Basis.LIKELY, whole.name)
     assert "without a quarter of the prompts" in found.headline
+
+
+def test_a_side_of_e4m3_numbers_is_told_by_its_grid() -> None:
+    def of_e4m3(number: int, row: Scored) -> np.ndarray:
+        step = 2.0 ** (np.floor(np.log2(-row.learner_logp)) - 3)
+        return np.round(row.learner_logp / step) * step
+
+    found = told(changed(of_e4m3))
+    assert found.fault is not None, found.headline
+    assert found.fault.name == "coarse_logprobs", found.headline
+    assert "e4m3" in found.headline
