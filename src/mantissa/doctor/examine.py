@@ -38,7 +38,6 @@ from mantissa.doctor.facts import (
     BY_LITTLE,
     COPIED,
     CURVE,
-    ENOUGH,
     FAR,
     HEALTHY_SEQUENCES,
     HEALTHY_TOKENS,
@@ -199,18 +198,8 @@ def _proven(e: Evidence, without: Sequence[str]) -> tuple[list[Finding], Judged]
     most = {each.name: part(each.name).remark * usual_of(e.dump.settings).bound for each in every}
     remarks = [name for name in most if not large and most[name] and e.clean.size <= most[name]]
     if not large and e.clean.size <= e.usual:
-        remarks += [each.name for each in every if _little(e, each)]
+        remarks += [each.name for each in every if each.name in BY_LITTLE and each.p > SURELY_SO]
     return every, judged(e, every, _named(e, every, remarks, without))
-
-
-def _little(e: Evidence, found: Finding) -> bool:
-    """Whether it is no fault of a healthy gap: a place that holds little of it, of a healthy size itself, or what
-    chance makes in one of a hundred."""
-    if found.name in BY_LITTLE and found.p > SURELY_SO:
-        return True
-    if not found.found or part(found.name).of != "place" or found.rest is None or found.share >= ENOUGH:
-        return False
-    return e.clean.where(np.isnan(found.rest)).size <= e.usual
 
 
 def _rival(e: Evidence, held: Judged, without: Sequence[str]) -> str:
