@@ -210,6 +210,12 @@ def few(figures: Mapping[str, Any], why: str) -> Why:
     return Why(counts, f" to tell{why}")
 
 
+def alone(size: float, bound: float) -> Why:
+    """Of a policy without experts, most of whose tokens are near."""
+    made = f"single tokens make a size of u of {size:.2g}, and no router of this policy sends them elsewhere"
+    return Why(made, f"; up to {bound:.2g} is usual")
+
+
 def certain(telling: int, tokens: int) -> Why:
     """Where nearly every token is certain, and the differences are large."""
     near = f"all but {telling:,} of {tokens:,} tokens are certain"
