@@ -69,7 +69,7 @@ print(len(found.sequences), sum(float(each.learner_logp.sum()) for each in found
     "data.parquet": """
 from mantissa.tasks.datasets import read_problems
 problems, said = read_problems([path])
-print(len(problems), sum(len(each.prompt) for each in problems))
+print(len(problems), sum(len(each.prompt) for each in problems.values()))
 """,
 }
 COMMANDS = (  # of the folder in which the files are

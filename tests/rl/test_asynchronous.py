@@ -242,7 +242,7 @@ def test_every_completion_is_what_the_checkpoint_of_its_version_samples(
     problems = parts.task.split("train")
     for step in range(1, 7):
         made_after = max(0, step - 1 - 2)
-        saved = load_checkpoint(run.checkpoint_path(0).parent, made_after)
+        saved = load_checkpoint(run.checkpoints, made_after)
         load_weights(parts.learner.weights, saved.policy)
         version = saved.state["step"]["updates"]
         parts.sampler.engine.sync(parts.learner.weights, version)

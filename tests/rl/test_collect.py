@@ -539,7 +539,7 @@ def test_a_run_trains_on_full_batches_that_all_carry_a_gradient(train: Callable[
         assert row["dynamic/prompts"] == 3 * row["dynamic/generation_batches"] >= 9
         assert row["reward/accuracy_trained"] == sum(r["correct"] for r in rollouts) / 32
     total = sum(row["dynamic/prompts"] for row in rows)
-    assert load_checkpoint(run.checkpoint_path(0).parent).state["position"] == total > 24
+    assert load_checkpoint(run.checkpoints).state["position"] == total > 24
 
 
 def test_a_run_out_of_tries_stops_or_goes_on(train: Callable[..., RunDirectory]) -> None:

@@ -315,7 +315,7 @@ def test_two_threads_use_it_in_turn_each_with_its_own_weights_and_so_does_what_i
 ) -> None:
     run = train(*LATE)
     rows = run.read_metrics()
-    made = {step: load_checkpoint(run.checkpoint_path(0).parent, step) for step in range(7)}
+    made = {step: load_checkpoint(run.checkpoints, step) for step in range(7)}
     head = {step: str(digest(saved.policy["model.embed_tokens.weight"])) for step, saved in made.items()}
     assert len(set(head.values())) >= 6  # it learned in nearly every step
     sampler = [weights for name, weights, _ in Watched.seen if name == "rollout"]

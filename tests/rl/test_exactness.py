@@ -504,7 +504,7 @@ def test_a_run_over_the_processors_own_bf16_is_resumed_to_the_same_bits(
     }
     assert "by bf16 products" in run.environment["exact"][0]
     before = load_model(run.policy_path).state_dict()
-    shutil.rmtree(run.checkpoint_path(2))
+    shutil.rmtree(run.checkpoints / "step-2")
     monkeypatch.setattr(cpu, "products", lambda: cpu.CpuProducts(1.0))  # elsewhere; what is written in the run holds
     session.resume(run.path)
     after = load_model(run.policy_path).state_dict()
@@ -551,7 +551,7 @@ def test_a_first_difference_moves_to_the_safer_plan_before_anything_is_learned(
 
     monkeypatch.undo()
     monkeypatch.setattr(assemble, "rollout_kernels", mutated(Shaky))
-    shutil.rmtree(run.checkpoint_path(2))
+    shutil.rmtree(run.checkpoints / "step-2")
     session.resume(run.path)  # from step 1, with the plan that was then in use
     assert [row["exact/replans"] for row in run.read_metrics()] == [1, 1]
     again = load_model(run.policy_path).state_dict()

@@ -440,7 +440,7 @@ def test_a_run_with_a_head_measures_itself_and_keeps_it_in_checkpoints(
     first, last = run.read_metrics()
     assert (first["reference/kl"] == 0) == ("precision.reference=fp16" not in more)  # of the learner's own format
     assert last["reference/k3_kl"] > 0
-    checkpoint = load_checkpoint(run.checkpoint_path(0).parent)
+    checkpoint = load_checkpoint(run.checkpoints)
     assert checkpoint.more.keys() == {"partition", "reference"}
     stored = checkpoint.more["partition"]
     fresh = Flow(32, FlowRLConfig().partition, 0, torch.device("cpu")).weights

@@ -274,7 +274,7 @@ def test_only_kept_prompts_are_trained_on(train: Train, monkeypatch: pytest.Monk
         "perfectible={samples: 2}",
         "rollout.prompts=6",
     )
-    assert load_checkpoint(run.checkpoint_path(0).parent).state["kept"] == [1, 2, 4]
+    assert load_checkpoint(run.checkpoints).state["kept"] == [1, 2, 4]
     task = build_task(make_config(run.config, "test").task, run.config["seed"])
     wanted = {task.split("train")[index].id for index in (1, 2, 4)}
     assert {row["problem_id"] for step in (1, 2) for row in run.read_rollouts(step)} == wanted

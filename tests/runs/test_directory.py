@@ -177,10 +177,10 @@ def test_rewind_forgets_what_came_after_a_checkpoint(tmp_path: Path) -> None:
 def test_checkpoints_count_only_when_whole(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "run", CONFIG, {}) as run:
         for step in (20, 3):
-            run.checkpoint_path(step).mkdir()
-            (run.checkpoint_path(step) / "state.json").touch()
-        run.checkpoint_path(25).mkdir()
-        temporary_beside(run.checkpoint_path(30)).mkdir()
+            (run.checkpoints / f"step-{step}").mkdir()
+            (run.checkpoints / f"step-{step}" / "state.json").touch()
+        (run.checkpoints / "step-25").mkdir()
+        temporary_beside(run.checkpoints / "step-30").mkdir()
         assert run.checkpoint_steps() == [3, 20]
     with RunDirectory.open(run.path, write=True):
         assert sorted(p.name for p in (run.path / "checkpoints").iterdir()) == ["step-20", "step-25", "step-3"], (

@@ -340,9 +340,6 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def checkpoint_path(self, step: int) -> Path:
-        return self.checkpoints / f"step-{step}"
-
     def checkpoint_steps(self) -> list[int]:
         """The steps with a checkpoint, in order. Unfinished ones have other names and are not among them."""
         return saved_steps(self.checkpoints)
