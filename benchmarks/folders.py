@@ -99,9 +99,11 @@ def sequences(folder: Path, pair: str) -> list[Scored]:
     found = []
     for row in rows:
         if row["pair"] == pair:
-            both = (np.array(row[f"{side}_logp"], dtype=float) for side in ("rollout", "learner"))
+            rollout, learner = (np.array(row[f"{side}_logp"], dtype=float) for side in ("rollout", "learner"))
             mask = np.ones(len(row["tokens"]) - row["prompt_length"], dtype=bool)
-            found.append(Scored(np.array(row["tokens"]), row["prompt_length"], *both, mask, group=row["prompt"]))
+            found.append(
+                Scored(np.array(row["tokens"]), row["prompt_length"], rollout, learner, mask, group=row["prompt"])
+            )
     return found
 
 
