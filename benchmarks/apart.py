@@ -56,7 +56,7 @@ from mantissa.runs.directory import RunDirectory
 from mantissa.training import load_checkpoint
 run = RunDirectory.open(path)
 rollouts = [run.read_rollouts(step) for step in run.rollout_steps()]
-print(len(run.read_metrics()), sum(map(len, rollouts)), load_checkpoint(run.path / "checkpoints").step)
+print(len(run.metrics.read()), sum(map(len, rollouts)), load_checkpoint(run.path / "checkpoints").step)
 """,
     "dump.parquet": (
         DUMP := """

@@ -57,7 +57,7 @@ def mean(rows: list[Row], name: str) -> float:
 def summary(path: Path) -> Row:
     """One row for the run in ``path``; a run whose precision did not engage, or that did not end, is refused."""
     run = RunDirectory.open(path)
-    rows, config, where = run.read_metrics(), run.config, run.environment
+    rows, config, where = run.metrics.read(), run.config, run.environment
     if len(rows) < config["steps"]:
         raise SystemExit(f"refused: {path} ended at step {len(rows)} of {config['steps']}")
     roles = {row["role"]: row for row in where["precision"]}
@@ -68,7 +68,7 @@ def summary(path: Path) -> Row:
     last = min(LAST, max(1, len(rows) // 4))
     start, end = rows[:FIRST], rows[-last:]
     seconds = {phase: [row[f"time/{phase}"] for row in rows if f"time/{phase}" in row] for phase in PHASES}
-    warm = run.read_warm_start()
+    warm = run.warm_start.read()
     return {
         "benchmark": f"{config['name']}_runs",
         "precision": "/".join(roles[role]["active"] for role in ("learner", "rollout")),

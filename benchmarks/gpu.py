@@ -267,7 +267,7 @@ def _demo(precision: str, device: str, steps: int, overrides: list[str], folder:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     subprocess.run([*command, f"run_dir={folder}"], env=environment, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     finished = RunDirectory.open(folder)
-    metrics = finished.read_metrics()
+    metrics = finished.metrics.read()
     learner = next(role for role in finished.environment["precision"] if role["role"] == "learner")
     about = {"requested": precision, "active": learner["active"], "kernels": learner["kernels"]}
     about |= {"training_device": device, "steps": steps}

@@ -116,7 +116,7 @@ class Stepper:
         settle(self.run, self._count, take_step(self.run, self._count))
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
         used = resource.getrusage(resource.RUSAGE_SELF)
-        row = self.run.folder.read_metrics()[-1]
+        row = self.run.folder.metrics.read()[-1]
         assert row["rollout/tokens"] == self.work.rows * self.work.new_tokens
         assert row["optim/updates"] == self._count, "a step was skipped"
         phases = {phase: row[f"time/{phase}"] for phase in PHASES}

@@ -170,7 +170,7 @@ def test_a_given_base_is_frozen_from_the_start_and_its_digest_guards_it(
     assert len(load_file(run.checkpoints / "step-1" / "policy.safetensors")) == 8
     assert (base / "model.safetensors").read_bytes() == stored
     assert not run.base_path.exists()
-    assert run.read_warm_start() != []
+    assert run.warm_start.read() != []
     shutil.rmtree(run.checkpoints / "step-2")
     changed = load_file(base / "model.safetensors")
     changed["model.norm.weight"][0] += 1e-3

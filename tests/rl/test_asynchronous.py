@@ -209,7 +209,7 @@ DYNAMIC = ("rollout.dynamic.batch_prompts=3", "rollout.overlong.buffer=4")
 
 def test_the_lag_is_in_the_numbers_and_the_correction_sees_it(finished: Train) -> None:
     late, prompt = finished(*LATE), finished(*PROMPT)
-    rows = late.read_metrics()
+    rows = late.metrics.read()
     after = [0, *(int(row["optim/updates"]) for row in rows)]  # a step without a gradient makes no version
     versions = [after[max(0, step - 3)] for step in range(1, 7)]
     assert [row["rollout/version"] for row in rows] == versions
@@ -218,8 +218,8 @@ def test_the_lag_is_in_the_numbers_and_the_correction_sees_it(finished: Train) -
     assert lags[0] == 0
     assert lags[1] > 0
     assert max(lags) == 4
-    assert all(row["gap/abs_logp_diff_mean"] < 1e-6 for row in prompt.read_metrics())  # fp32: no gap but the lag
-    assert all(row["rollout/lag_max"] == 0 and "time/background" not in row for row in prompt.read_metrics())
+    assert all(row["gap/abs_logp_diff_mean"] < 1e-6 for row in prompt.metrics.read())  # fp32: no gap but the lag
+    assert all(row["rollout/lag_max"] == 0 and "time/background" not in row for row in prompt.metrics.read())
     for row in rows:
         rollouts = late.read_rollouts(row["step"])
         assert {r["policy_version"] for r in rollouts} == {row["rollout/version"]}

@@ -195,7 +195,7 @@ def _read(path: Path) -> Run:
             )
         directory = RunDirectory(path)
         config = directory.config if (path / "config.yaml").is_file() else None
-        run = Run(path, directory.read_metrics(), config, directory.environment)
+        run = Run(path, directory.metrics.read(), config, directory.environment)
     except (OSError, UnicodeDecodeError) as error:
         raise MantissaError(f"cannot read the run {path}: {error}") from None
     if not run.rows:
