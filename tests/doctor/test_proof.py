@@ -173,3 +173,48 @@ def test_a_part_of_the_gap_is_no_name_for_all_of_it() -> None:
     assert "74%" in _too_little([half, tokens], [half])
     assert not _too_little([half, tokens], [half, tokens])
     assert not _too_little([dataclasses.replace(half, share=0.6), tokens], [dataclasses.replace(half, share=0.6)])
+
+
+def one_way(until: Callable[[int], int], size: float = 0.4) -> list[Scored]:
+    """Noise, and the learner's log-probs below the rollout's by another amount in each context before a place."""
+
+    rows = list[Scored]()
+    for number, row in enumerate(rolled(plain, prompts=64, samples=1)):
+        draw = np.random.default_rng(number)
+        by = np.where(np.arange(24) < until(number), draw.exponential(size, 24), 0.0)
+        rows.append(
+            dataclasses.replace(row, learner_logp=row.learner_logp - by * (1 - np.exp(row.rollout_logp)), group=number)
+        )
+    return rows
+
+
+@pytest.mark.parametrize(("until", "named"), [(24, True), (12, False)], ids=["everywhere", "at first"])
+def test_words_that_are_ruled_out_know_no_place(until: int, named: bool) -> None:
+    # At first alone, and one sequence ended there all the same: no end is banned, and no word is either.
+    found = told(one_way(lambda number: until if number else 24))
+    assert (found.fault is not None and found.fault.name == "support") == named, found.headline
+    if not named:
+        assert found.basis is Basis.LIKELY or found.basis is Basis.SIZE, found.headline
+
+
+def test_a_floor_under_one_side_is_of_the_same_tokens() -> None:
+    rows = rolled(plain)
+    for number, row in enumerate(rows):
+        floor = np.random.default_rng(number).uniform(-1.2, -0.8, 24)
+        rows[number] = dataclasses.replace(row, rollout_logp=np.maximum(row.rollout_logp, floor))
+    found = told(rows)
+    assert found.fault is None or found.fault.name != "unrelated", found.headline
+
+
+def test_a_place_of_all_sequences_is_no_token_of_their_own() -> None:
+    """A window of 30 tokens: what lies beyond it differs more the farther it is, and prompts are of many lengths."""
+    draw, rows = np.random.default_rng(0), list[Scored]()
+    for row in rolled(plain):
+        prompt = int(draw.integers(4, 26))
+        beyond = np.maximum(prompt + np.arange(24) - 30, 0)
+        by = np.minimum(beyond, 6) / 6 * draw.normal(0, 0.8, 24) * (1 - np.exp(row.rollout_logp))
+        tokens = np.concatenate([np.arange(prompt), row.tokens[row.prompt_length :]])
+        rows.append(dataclasses.replace(row, tokens=tokens, prompt_length=prompt,
+                                        learner_logp=np.minimum(row.learner_logp + by, -1e-6)))  # fmt: skip
+    found = told(rows, experts=False)
+    assert found.fault is None or found.fault.name != "mid_sequence", found.headline

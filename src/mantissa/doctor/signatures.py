@@ -56,8 +56,12 @@ from mantissa.doctor.facts import (
     LITTLE,
     MOST_OF_IT,
     NEAR,
+    NEVER_BELOW,
+    NO_PLACE,
+    ONE_LAW,
     OWN_TOKEN,
     PARTLY,
+    PLACED,
     RELATED,
     SECOND,
     STRANGERS,
@@ -65,6 +69,7 @@ from mantissa.doctor.facts import (
     TOGETHER,
     VAGUE,
     ZEROS,
+    of,
     part,
 )
 from mantissa.doctor.fields import one_loss
@@ -302,8 +307,24 @@ def _doubt(e: Evidence, every: Sequence[Finding], named: Sequence[Finding]) -> s
         return f"{1 - first.share:.0%} of the squared gap is left, and a formula of what is saved leaves rounding alone"
     if first.name in BY_LITTLE and first.p > SURELY_SO:
         return f"one of {1 / first.p:.0f} gaps of other causes is so"
+    if first.name in NO_PLACE and _placed(e) > PLACED:
+        return "where a token stands foretells in other sequences how far it differs, and this knows no place"
     need = _NEEDS.get(first.name)
     return need(e, first) if need else ""
+
+
+def _placed(e: Evidence) -> float:
+    """What a token's place in the response, in the whole sequence and from the end foretells of log |u|."""
+    t = e.clean.telling
+    prompts = np.array([each.prompt_length for each in e.dump.sequences])[t.sequence]
+    return max(_of_size(e, place // 2) for place in (t.position, t.position + prompts, t.left))
+
+
+def _of_size(e: Evidence, key: np.ndarray) -> float:
+    """The share of the variance of log |u| that other sequences foretell by a ``key`` of each telling token."""
+    t = e.clean.telling
+    size = np.log(np.maximum(np.abs(t.u), e.usual / 300))
+    return _foretold(key, size - size.mean(), t.sequence)[0] if len(size) else 0.0
 
 
 def _consequence(e: Evidence, every: Sequence[Finding], named: Sequence[Finding]) -> str:
@@ -401,8 +422,28 @@ def _min_tokens(e: Evidence, found: Finding) -> str:
 
 
 def _unrelated(e: Evidence, found: Finding) -> str:
-    """Other tokens, rows or texts have little more in common than how frequent words are."""
-    return "they still go together too much to be of other tokens" if found.effect > STRANGERS else ""
+    """Other tokens, rows or texts have little more in common than how frequent words are; and either may be likelier.
+    What is a bound of the other side's (a floor, a largest one) is of the same tokens."""
+    if found.effect > STRANGERS:
+        return "they still go together too much to be of other tokens"
+    d = e.clean.telling.where(np.abs(e.clean.telling.u) > e.usual).d
+    above = float((d > 0).mean()) if len(d) else 0.5
+    bound = max(above, 1 - above) > NEVER_BELOW
+    return "one side is never below the other, which other tokens are half the time" if bound else ""
+
+
+def _argmax(e: Evidence, found: Finding) -> str:
+    """The likeliest word and the sampled one, where they are two, share one law: their probabilities are 1 at most."""
+    t = e.clean.telling
+    far = np.abs(t.d) > of("argmax").noise * e.usual
+    holds = not far.any() or float((np.exp(t.x[far]) + np.exp(t.y[far]) <= 1 + e.usual).mean()) > ONE_LAW
+    return "" if holds else "beside the sampled word's, such probabilities would be above 1"
+
+
+def _own(e: Evidence, found: Finding) -> str:
+    """A token of each sequence's own foretells sizes better than one place of all does, such as a window's end."""
+    told = _of_size(e, np.isnan(found.rest)[e.telling].astype(int)) > _placed(e)
+    return "" if told else "one place of all sequences foretells as well where they differ"
 
 
 def _in_most(e: Evidence, found: Finding) -> str:
@@ -438,8 +479,8 @@ def _single(e: Evidence, found: Finding) -> str:
 
 _NEEDS: dict[str, Callable[[Evidence, Finding], str]] = {
     "support": _support, "logit_bias": _logit_bias, "soft_cap": _soft_cap, "padding": _padding,
-    "min_tokens": _min_tokens, "single_tokens": _single, "unrelated": _unrelated,
-    "position": _in_most, "turn": _in_most, "onset": _in_most, "weights": _weights,
+    "min_tokens": _min_tokens, "single_tokens": _single, "unrelated": _unrelated, "argmax": _argmax,
+    "mid_sequence": _own, "position": _in_most, "turn": _in_most, "onset": _in_most, "weights": _weights,
 }  # fmt: skip
 
 
