@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
 import dumps
+from mantissa.doctor import examine as examination
 from mantissa.doctor.diagnosis import Basis, Diagnosis, Finding, Verdict
 from mantissa.doctor.dump import Scored
+from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.examine import examine
-from mantissa.doctor.signatures import _too_little
+from mantissa.doctor.signatures import Judged, _too_little
 from mantissa.doctor.words import first_line
 
 WORDS = 30
@@ -218,3 +220,55 @@ def test_a_place_of_all_sequences_is_no_token_of_their_own() -> None:
                                         learner_logp=np.minimum(row.learner_logp + by, -1e-6)))  # fmt: skip
     found = told(rows, experts=False)
     assert found.fault is None or found.fault.name != "mid_sequence", found.headline
+
+
+def test_a_temperature_is_not_lost_to_a_bias_of_one_sign() -> None:
+    """Likely words gain and others lose, which a bias on these words would do as well, if each lost by one factor."""
+    found = told(rolled(lambda x, draw: normal(0.8 * x), prompts=48, samples=1))
+    assert found.fault is not None, found.headline
+    assert "temperature" in (found.fault.name, *found.fault.also), found.headline
+
+
+@pytest.mark.parametrize(("named", "verdict"), [("bf16", Verdict.LARGE), (None, Verdict.UNKNOWN)])
+def test_a_size_of_fp8_is_not_judged_where_no_format_is_named(named: str | None, verdict: Verdict) -> None:
+    rows = [dataclasses.replace(s, learner_logp=unlike(n, s.learner_logp, 0.3, np.full(24, True)))
+            for n, s in enumerate(rolled(plain, prompts=64, samples=1))]  # fmt: skip
+    found = examine(dumps.dump_of(rows, rollout_format=named, experts=False, temperature=1.0))
+    assert found.verdict is verdict, found.headline
+    assert ("rollout_format" in found.headline) == (named is None), found.headline
+
+
+def test_a_part_of_a_healthy_gap_that_is_larger_is_no_fault() -> None:
+    """A third of the sequences differs more than the others, a tenth of what bf16 makes."""
+    size = [0.013 if n % 7 < 2 else 0.009 for n in range(64)]
+    rows = [dataclasses.replace(s, learner_logp=unlike(n, s.rollout_logp, size[n], np.full(24, True)))
+            for n, s in enumerate(rolled(plain, prompts=64, samples=1))]  # fmt: skip
+    assert told(rows).verdict is Verdict.HEALTHY, told(rows).headline
+
+
+def test_a_rival_that_comes_without_a_quarter_of_the_prompts_leaves_it_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rolled(lambda x, draw: normal(0.7 * x))
+    whole = told(rows).fault
+    assert whole is not None
+    kept = examination._proven
+
+    def proven(e: Evidence, without: Sequence[str]) -> tuple[list[Finding], Judged]:
+        every, held = kept(e, without)
+        part = any(not each.mask.any() for each in e.dump.sequences)
+        return every, Judged((dataclasses.replace(held.named[0], name="weights"),)) if part else held
+
+    monkeypatch.setattr(examination, "_proven", proven)
+    found = told(rows)
+    assert (found.verdict, found.basis, found.candidates[0].name) == (Verdict.LARGE, Basis.LIKELY, whole.name)
+    assert "without a quarter of the prompts" in found.headline
+
+
+def test_a_side_of_e4m3_numbers_is_told_by_its_grid() -> None:
+    def of_e4m3(number: int, row: Scored) -> np.ndarray:
+        step = 2.0 ** (np.floor(np.log2(-row.learner_logp)) - 3)
+        return np.round(row.learner_logp / step) * step
+
+    found = told(changed(of_e4m3))
+    assert found.fault is not None, found.headline
+    assert found.fault.name == "coarse_logprobs", found.headline
+    assert "e4m3" in found.headline

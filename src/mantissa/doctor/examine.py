@@ -35,6 +35,7 @@ from mantissa.doctor.facts import (
     AT_A_PLACE,
     AT_THE_USUAL,
     BLIND,
+    BY_LITTLE,
     COPIED,
     CURVE,
     FAR,
@@ -50,9 +51,11 @@ from mantissa.doctor.facts import (
     QUARTERS,
     RULE,
     SINGLE,
+    SURELY_SO,
     THROUGHOUT,
     WORTH,
     facts,
+    formats,
     of,
     part,
     usual_of,
@@ -61,7 +64,7 @@ from mantissa.doctor.fields import copied, distinct, without_firsts, without_hol
 from mantissa.doctor.sample import SIDES, Array, Tokens, different
 from mantissa.doctor.sequences import seen_in_a_quarter, tokens_fly
 from mantissa.doctor.signatures import Judged, causes, findings, judged
-from mantissa.mismatch.usual import COARSEST, Usual
+from mantissa.mismatch.usual import COARSEST, Usual, coarser
 
 
 def examine(dump: Dump) -> Diagnosis:
@@ -144,15 +147,19 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
     named = list(held.named)
     table, fault, why = facts().faults, named[0] if named else None, None
     own = dump.settings.healthy_size is not None
+    may_be_fp8 = not own and coarser(formats(dump.settings)) is None and figures["u_rms"] <= COARSEST
     if fault is not None:
         verdict, basis = Verdict.FAULT, Basis.FINDINGS
         headline = words.faults(named, [not e.exact and part(e.name).of != "shape" and e.share > 0 for e in named])
         if all(part(each.name).left_out and not each.share for each in named) and figures["u_rms"] > expected.bound:
             headline += words.not_of_it(figures, expected.bound)
     elif held.likely:
-        beyond = bool(large) or figures["u_rms"] > expected.bound
+        beyond = (bool(large) or figures["u_rms"] > expected.bound) and not may_be_fp8
         verdict, basis = Verdict.LARGE if beyond else Verdict.UNKNOWN, Basis.LIKELY
         fault, why = size if beyond else None, words.unproven(held.likely, held.why)
+        headline = why.headline
+    elif large and may_be_fp8:
+        verdict, basis, why = Verdict.UNKNOWN, Basis.SIZE, words.unnamed(figures, expected)
         headline = why.headline
     elif large:
         fault, verdict, basis = large[0], Verdict.LARGE, Basis.SIZE
@@ -171,8 +178,8 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
     )
     if basis is Basis.EQUAL and words.may_be_copied(dump.framework):
         remedies = ("both_sides",)
-    formats = {dump.settings.learner_format, dump.settings.rollout_format} - {None}
-    if len(formats) == 2 and verdict in (Verdict.HEALTHY, Verdict.LARGE) and figures["d_rms"] > NOTHING:
+    two = len({*formats(dump.settings)} - {None}) == 2
+    if two and verdict in (Verdict.HEALTHY, Verdict.LARGE) and figures["d_rms"] > NOTHING:
         remedies = ("one_format", *remedies)  # healthy for two formats, and many times what one format would have
     return Diagnosis(
         verdict, basis, headline, dump.framework, fault, tuple(replace(each, rest=None) for each in every), figures,
@@ -190,6 +197,8 @@ def _proven(e: Evidence, without: Sequence[str]) -> tuple[list[Finding], Judged]
     # Remarks, where the whole gap is healthy; a mixture's few tokens may make it somewhat larger.
     most = {each.name: part(each.name).remark * usual_of(e.dump.settings).bound for each in every}
     remarks = [name for name in most if not large and most[name] and e.clean.size <= most[name]]
+    if not large and e.clean.size <= e.usual:
+        remarks += [each.name for each in every if each.name in BY_LITTLE and each.p > SURELY_SO]
     return every, judged(e, every, _named(e, every, remarks, without))
 
 
@@ -221,8 +230,8 @@ def _rival(e: Evidence, held: Judged, without: Sequence[str]) -> str:
 def _named(e: Evidence, every: Sequence[Finding], remarks: Sequence[str], without: Sequence[str]) -> list[Finding]:
     """Causes, the most fitting first; where there is none, what the gap's shape fits."""
     curve = max((each.share for each in every if each.name in ("temperature", "soft_cap") and each.tested), default=0.0)
-    shapes = [each for each in every if each.found and part(each.name).of == "shape" and curve < CURVE]
-    if _shapeless(e, every):
+    shapes = [each for each in every if each.found and part(each.name).of == "shape" and each.name not in remarks]
+    if curve >= CURVE or _shapeless(e, every):
         shapes = []
     found = causes(e, [each for each in every if each.name not in remarks])
     named = [each for each in found if each.name not in without]

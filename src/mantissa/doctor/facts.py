@@ -169,7 +169,7 @@ CUT_LAW = (-0.01, 0.02, 0.05)  # nats; of a cut law's other values at most so ma
 
 # from findings to a verdict
 ENOUGH = 0.5  # of sum d^2: what explains less is no verdict
-PARTLY = 0.2  # enough where the whole is of a healthy size, and a part of it is not
+PARTLY = 0.3  # enough where the whole is of a healthy size, and a part of it is not; healthy kinds have up to 0.23
 AS_MUCH = 0.1  # of sum d^2: shares that are so near are alike
 LITTLE = 0.25  # of sum d^2: the first of two faults may explain so little
 TOGETHER = 0.65  # and both together so much

@@ -73,7 +73,7 @@ from mantissa.doctor.facts import (
     part,
 )
 from mantissa.doctor.fields import one_loss
-from mantissa.doctor.rules import one_sided
+from mantissa.doctor.rules import foretold, logit, one_sided
 from mantissa.doctor.values import Pairs, cubic
 
 SIGNATURES: dict[str, Test] = {
@@ -205,6 +205,8 @@ def _of_some(whole: Evidence, some: Finding) -> Finding | None:
     every = findings(part_of)
     inner = cause_of(every)
     if inner is None or part(inner.name).of not in ("value", "law") or inner.name == "nondeterministic":
+        return None
+    if part(inner.name).rounding:
         return None
     if _doubt(part_of, every, [inner]):
         return None  # that they differ is known, and this is not
@@ -373,7 +375,7 @@ def _logit_bias(e: Evidence, found: Finding) -> str:
     """A bias b changes the odds of a word by exp b in every context: other sequences foretell by how much."""
     words = e.texts[e.places]
     own = np.isin(words, one_sided(e.clean.telling, words[e.telling], e.usual).others) & e.telling
-    odds = _logit(e.clean.y) - _logit(e.clean.x)
+    odds = logit(e.clean.y) - logit(e.clean.x)
     share, tokens = _foretold(words[own], odds[own], e.clean.sequence[own])
     if tokens < FEWEST_TOLD:
         return "no word of it was sampled often enough, or moves far enough, to see its odds"
@@ -385,18 +387,9 @@ def _logit_bias(e: Evidence, found: Finding) -> str:
 def _foretold(key: np.ndarray, value: np.ndarray, sequence: np.ndarray) -> tuple[float, int]:
     """The share of the sum of value^2 that goes when each token is foretold by its key's mean in other sequences; and
     of how many tokens that is, of keys which two sequences have."""
-    _, key = np.unique(key, return_inverse=True)
-    _, cell = np.unique(np.stack([key, sequence]), axis=1, return_inverse=True)
-    cell = cell.reshape(-1)
-    sums, counts = (np.bincount(key, each)[key] - np.bincount(cell, each)[cell] for each in (value, np.ones(len(key))))
-    told = counts > 0
-    left = value[told] - sums[told] / counts[told]
+    mean, told = foretold(key, value, sequence)
+    left = (value - mean)[told]
     return 1 - float(np.square(left).sum()) / max(float(np.square(value[told]).sum()), 1e-30), int(told.sum())
-
-
-def _logit(x: np.ndarray) -> np.ndarray:
-    clipped = np.minimum(x, -1e-9)
-    return clipped - np.log(-np.expm1(clipped))
 
 
 def _soft_cap(e: Evidence, found: Finding) -> str:

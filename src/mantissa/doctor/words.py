@@ -216,6 +216,12 @@ def certain(telling: int, tokens: int) -> Why:
     return Why(f"{near}, and their differences are larger than rounding makes")
 
 
+def unnamed(figures: Mapping[str, Any], expected: Usual) -> Why:
+    """A gap of fp8's size where no format is named."""
+    size = f"the size of u, {figures['u_rms']:.2g}, is fp8's, and in bf16 too large (up to {expected.bound:.2g})"
+    return Why(size, "; no number format is named: say rollout_format and learner_format")
+
+
 def unproven(likely: Sequence[Finding], why: str) -> Why:
     """What a gap looks like, most likely first, and ``why`` that is not proven; what is known exactly is said so."""
     first, *others = likely
