@@ -108,7 +108,7 @@ def teach(folder: Path, family: str, fields: Mapping[str, Any], head_dim: int, s
         "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id",
         "pad_token_id")}  # fmt: skip
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(same | {"head_dim": head_dim} | fields)))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(same | {"head_dim": head_dim, **fields})))
     optimizer, draw = torch.optim.AdamW(model.parameters(), 3e-3), random.Random(seed)
     for _ in range(1500):
         rows = []
