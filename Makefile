@@ -161,9 +161,13 @@ test-verl-job: $(VERL_VENV)/.installed
 # trainer on this machine's processor, each under a Ray of its own: a minute or two each. test-verl-variants has the jobs
 # in the forms that this leaves out, test-verl-kills SIGKILL to a learner's worker, a whole node and the trainer, ten each.
 VERL_TESTS = OMP_NUM_THREADS=1 PYTHONPATH=src $(VERL_VENV)/bin/python -m pytest tests/verl -m
-test-verl: $(VERL_VENV)/.installed
+.PHONY: test-verl-launch test-verl-jobs test-verl-ray
+test-verl: test-verl-launch test-verl-jobs test-verl-ray
+test-verl-launch: $(VERL_VENV)/.installed
 	PYTHONPATH=src $(VERL_VENV)/bin/python -m pytest tests/launch
+test-verl-jobs: $(VERL_VENV)/.installed
 	$(if $(filter 0.9.%,$(VERL)),$(VERL_TESTS) "verl and not variants")
+test-verl-ray: $(VERL_VENV)/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=src $(VERL_VENV)/bin/python -m pytest -m "ray and slow" tests/launch
 
 # What check says of the programs, asked of verl and TRL themselves and read in the others' sources: prints what changed.

@@ -56,7 +56,7 @@ from mantissa.runs.directory import RunDirectory
 from mantissa.training import load_checkpoint
 run = RunDirectory.open(path)
 rollouts = [run.read_rollouts(step) for step in run.rollout_steps()]
-print(len(run.read_metrics()), sum(map(len, rollouts)), load_checkpoint(run.path / "checkpoints").step)
+print(len(run.metrics.read()), sum(map(len, rollouts)), load_checkpoint(run.path / "checkpoints").step)
 """,
     "dump.parquet": (
         DUMP := """
@@ -69,7 +69,7 @@ print(len(found.sequences), sum(float(each.learner_logp.sum()) for each in found
     "data.parquet": """
 from mantissa.tasks.datasets import read_problems
 problems, said = read_problems([path])
-print(len(problems), sum(len(each.prompt) for each in problems))
+print(len(problems), sum(len(each.prompt) for each in problems.values()))
 """,
 }
 COMMANDS = (  # of the folder in which the files are

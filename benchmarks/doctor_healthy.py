@@ -189,9 +189,9 @@ def score(folder: Path, trials: int, only: str, learners: Sequence[str]) -> Rows
             cuts = [row["prompt_length"] for row in rows]
             if not all(cuts):
                 continue  # verl's newer trainer hands over no prompts
-            parts = [[row["tokens"][:at] for row, at in zip(rows, cuts, strict=True)],
-                     [row["tokens"][at:] for row, at in zip(rows, cuts, strict=True)]]  # fmt: skip
-            scored = Family("", learner, model=model).plain(Rolled(*parts, [], []), rows=8)
+            prompts = [row["tokens"][:at] for row, at in zip(rows, cuts, strict=True)]
+            responses = [row["tokens"][at:] for row, at in zip(rows, cuts, strict=True)]
+            scored = Family("", learner, model=model).plain(Rolled(prompts, responses, [], []), rows=8)
             yield _judged(folder, path, rows, scored, learner, trials)
 
 

@@ -82,7 +82,11 @@ class Ours(Policy):
             parts: list[Tensor] = []
             with torch.no_grad():
                 logp_N = forward(
-                    self.model, kernels, sequences.select(rows), 1.0, look=lambda _, z, parts=parts: parts.append(z)
+                    self.model,
+                    kernels,
+                    sequences.select(rows),
+                    1.0,
+                    look=lambda _, z, parts=parts: parts.append(z),  # type: ignore[misc]
                 ).logp_N
             lengths = [len(rolled.responses[row]) for row in rows.tolist()]
             for row, y, z in zip(rows.tolist(), logp_N.split(lengths), torch.cat(parts).split(lengths), strict=True):

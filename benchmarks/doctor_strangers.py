@@ -52,7 +52,7 @@ _LARGER: dict[str, Any] = {
     "hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 4, "vocab_size": 1000,
 }  # fmt: skip
-_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
 _PLAIN = {  # name and class of those that want nothing else, and of those that want only the size of a head
@@ -270,7 +270,7 @@ class Family(Policy):
             return [[1, *text[start : start + count].tolist()] for start, count in cuts]
         return [[1, *draw.integers(3, words, int(draw.integers(5, 40))).tolist()] for _ in range(self.prompts)]
 
-    def roll(
+    def roll(  # type: ignore[override]
         self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, *,
         cache_format: torch.dtype | None = None, whole: bool = False, law: Law | None = None, end: int = 2,
     ) -> Rolled:  # fmt: skip

@@ -59,7 +59,7 @@ class Stepper:
         self.sizes, rows = sizes, sizes.prompts * sizes.samples
         kernels, backend = ("exact", "simulated") if kind == "simulated" else (kind, "auto")
         self.precision = resolve(
-            PrecisionPolicy(train=precision, rollout=precision, kernels=kernels, backend=backend),  # type: ignore[arg-type]
+            PrecisionPolicy(train=precision, rollout=precision, kernels=kernels, backend=backend),
             "cpu",
         )
         self.model = model

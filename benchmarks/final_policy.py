@@ -66,7 +66,7 @@ def final_policy(runs: Sequence[Path], problems: int = 256) -> Rows:
     first: dict[str, Answers] = {}
     for path in runs:
         run = RunDirectory.open(path)
-        values, steps = run.config, len(run.read_metrics())
+        values, steps = run.config, len(run.metrics.read())
         if steps < values["steps"]:
             print(f"left out: {path} is at step {steps} of {values['steps']}", flush=True)
             continue

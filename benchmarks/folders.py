@@ -57,7 +57,7 @@ def mean(rows: list[Row], name: str) -> float:
 def summary(path: Path) -> Row:
     """One row for the run in ``path``; a run whose precision did not engage, or that did not end, is refused."""
     run = RunDirectory.open(path)
-    rows, config, where = run.read_metrics(), run.config, run.environment
+    rows, config, where = run.metrics.read(), run.config, run.environment
     if len(rows) < config["steps"]:
         raise SystemExit(f"refused: {path} ended at step {len(rows)} of {config['steps']}")
     roles = {row["role"]: row for row in where["precision"]}
@@ -68,7 +68,7 @@ def summary(path: Path) -> Row:
     last = min(LAST, max(1, len(rows) // 4))
     start, end = rows[:FIRST], rows[-last:]
     seconds = {phase: [row[f"time/{phase}"] for row in rows if f"time/{phase}" in row] for phase in PHASES}
-    warm = run.read_warm_start()
+    warm = run.warm_start.read()
     return {
         "benchmark": f"{config['name']}_runs",
         "precision": "/".join(roles[role]["active"] for role in ("learner", "rollout")),
@@ -99,9 +99,11 @@ def sequences(folder: Path, pair: str) -> list[Scored]:
     found = []
     for row in rows:
         if row["pair"] == pair:
-            both = (np.array(row[f"{side}_logp"], dtype=float) for side in ("rollout", "learner"))
+            rollout, learner = (np.array(row[f"{side}_logp"], dtype=float) for side in ("rollout", "learner"))
             mask = np.ones(len(row["tokens"]) - row["prompt_length"], dtype=bool)
-            found.append(Scored(np.array(row["tokens"]), row["prompt_length"], *both, mask, group=row["prompt"]))
+            found.append(
+                Scored(np.array(row["tokens"]), row["prompt_length"], rollout, learner, mask, group=row["prompt"])
+            )
     return found
 
 

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +40,8 @@ from mantissa.rl.assemble import exact_plan
 from mantissa.rollout import NativeEngine, Request, SamplingParams
 from mantissa.runs.directory import RunDirectory
 
-Device, Part = Literal["cuda", "cpu"], Literal["exactness", "products", "cost"]
+Device = Literal["cuda", "cpu"]
+Part = Literal["exactness", "products", "cost"]
 
 
 def require(device: str) -> None:
@@ -77,7 +79,7 @@ def gpu_step(device: Device = "cuda", rounds: int = 8, sizes: Sequence[str] = ("
     """Time and peak memory of a decoder's training step in fp32, bf16 and fp16, at three sizes, in turn."""
     require(device)
     for size in TINY if "tiny" in sizes else [each for each in STEPS if str(each[0]) in sizes]:
-        yield in_memory(f"a step of hidden {size[0]}", lambda size=size: _steps(size, rounds, device))
+        yield in_memory(f"a step of hidden {size[0]}", partial(_steps, size, rounds, device))
 
 
 def _steps(size: tuple[int, int, int, int, int], rounds: int, device: str) -> list[Row]:
@@ -88,7 +90,7 @@ def _steps(size: tuple[int, int, int, int, int], rounds: int, device: str) -> li
         return training_step(PRESETS[name], config, batch, length, device)
 
     names = ("fp32", "bf16", "fp16")
-    peaks = {name: peak_of_step(lambda name=name: make(name), device) for name in names}
+    peaks = {name: peak_of_step(partial(make, name), device) for name in names}
     times = interleaved({name: make(name) for name in names}, warm_up=3, rounds=rounds)
     rows: list[Row] = []
     for name in names:
@@ -150,7 +152,7 @@ def gpu_sizes(device: Device = "cuda", rounds: int = 7, batch: int = 4096, sizes
         print("refused: tf32 was requested and is not what this device's products show")
     names = ("fp32", *(["tf32"] if tf32 else []), "bf16", "fp16")
     for size in map(parse_size, sizes.split(",")):
-        yield in_memory(short(size), lambda size=size: _sized(Source(parameters=size), batch, rounds, names, device))
+        yield in_memory(short(size), partial(_sized, Source(parameters=size), batch, rounds, names, device))
 
 
 def _sized(source: Source, batch_size: int, rounds: int, names: Sequence[str], device: str) -> list[Row]:
@@ -265,7 +267,7 @@ def _demo(precision: str, device: str, steps: int, overrides: list[str], folder:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     subprocess.run([*command, f"run_dir={folder}"], env=environment, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     finished = RunDirectory.open(folder)
-    metrics = finished.read_metrics()
+    metrics = finished.metrics.read()
     learner = next(role for role in finished.environment["precision"] if role["role"] == "learner")
     about = {"requested": precision, "active": learner["active"], "kernels": learner["kernels"]}
     about |= {"training_device": device, "steps": steps}
@@ -359,8 +361,12 @@ def exactness(setting: Setting) -> Work:
         for name in setting.formats():
             yield (
                 f"exactness at {size} in {name}",
-                lambda size=size, name=name: [counted(setting, size, name, family) for family in (FAST, EXACT)],
+                partial(_counted, setting, size, name),
             )
+
+
+def _counted(setting: Setting, size: str, name: str) -> list[Row]:
+    return [counted(setting, size, name, family) for family in (FAST, EXACT)]
 
 
 def counted(setting: Setting, size: str, name: str, family: str) -> Row:
@@ -405,7 +411,7 @@ def response_logp(model: Decoder, kernels: Kernels, hidden: Tensor, tokens: Tens
 def cost_of(setting: Setting) -> Work:
     for size in setting.sizes:
         for name in setting.formats():
-            yield f"cost at {size} in {name}", lambda size=size, name=name: _costs(setting, size, name)
+            yield f"cost at {size} in {name}", partial(_costs, setting, size, name)
 
 
 def _costs(setting: Setting, size: str, name: str) -> list[Row]:
@@ -462,7 +468,7 @@ def products(setting: Setting) -> Work:
         for rows in (8,) if setting.tiny else (64, 8192):  # a decode step, and training
             yield (
                 f"products of {rows} by {size} by {size}",
-                lambda rows=rows, size=size: product_rows(setting, rows, size),
+                partial(product_rows, setting, rows, size),
             )
 
 

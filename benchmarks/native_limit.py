@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -91,7 +92,7 @@ def measure(name: str, folder: Path, config: ModelConfig, rows: int, rounds: int
     run, kernels = mine(folder, precision, logits, PROMPT + _NEW)
     prompts = torch.randint(256, (rows, PROMPT), generator=torch.Generator().manual_seed(7)).tolist()
     run(prompts, _NEW)
-    first, whole = ([seconds(lambda n=n: run(prompts, n)) for _ in range(rounds)] for n in (1, _NEW))
+    first, whole = ([seconds(partial(run, prompts, n)) for _ in range(rounds)] for n in (1, _NEW))
     profiles = [parts(lambda: run(prompts, _NEW)) for _ in range(3)]
     in_first, in_steps = ({part: min(each[at][part] for each in profiles) for part in PARTS} for at in (0, 1))
     reads, multiplies = rates(torch.float32 if precision == "fp32" else torch.bfloat16)

@@ -10,7 +10,6 @@ work is fixed: the end token does not end a completion, and the reward is ``rl_p
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import shutil
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rl_problem import ALPHABET, SHAPE, WORKS, Work, reward
+from rl_problem import ALPHABET, SHAPE, WORKS, Work, reward, worker_arguments
 from workers import serve
 
 from mantissa.base.environ import keep_freed_memory
@@ -117,7 +116,7 @@ class Stepper:
         settle(self.run, self._count, take_step(self.run, self._count))
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
         used = resource.getrusage(resource.RUSAGE_SELF)
-        row = self.run.folder.read_metrics()[-1]
+        row = self.run.folder.metrics.read()[-1]
         assert row["rollout/tokens"] == self.work.rows * self.work.new_tokens
         assert row["optim/updates"] == self._count, "a step was skipped"
         phases = {phase: row[f"time/{phase}"] for phase in PHASES}
@@ -138,12 +137,8 @@ class Stepper:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser = worker_arguments(__doc__)
     parser.add_argument("--precision", default="fp32")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--work", default="small", choices=WORKS)
-    parser.add_argument("--model", type=Path, help="a Hugging Face folder; by default the small model, written here")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--allocator", default="kept", choices=("kept", "default"), help="kept, as the command has it")
     arguments = parser.parse_args()

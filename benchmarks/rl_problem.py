@@ -9,6 +9,7 @@ time, and TRL as much as any other.
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,16 @@ SHAPE = {
     "intermediate_size": 384, "max_positions": 64, "initializer_range": 0.08,
 }  # fmt: skip
 ALPHABET = "0123456789=abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY"  # 62, and two special tokens: 64
+
+
+def worker_arguments(said: str | None) -> argparse.ArgumentParser:
+    """What a worker of either side is told."""
+    parser = argparse.ArgumentParser(description=said, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--work", default="small", choices=WORKS)
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder; by default the small model, FOLDER/model")
+    return parser
 
 
 def reward(text: str) -> float:

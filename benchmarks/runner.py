@@ -69,7 +69,9 @@ def found() -> dict[str, tuple[str, str, str]]:
     for path in sorted(HERE.glob("*.py")):
         module = ast.parse(path.read_text())
         for node in module.body:
-            for mark in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            for mark in node.decorator_list:
                 if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "case":
                     file = ast.literal_eval(mark.args[0]) if mark.args else node.name
                     said = ast.get_docstring(node) or ast.get_docstring(module) or ""
@@ -128,7 +130,7 @@ def options(name: str, case_: Case, words: list[str]) -> tuple[Row, bool, float]
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end at the first row after them")
     given = vars(parser.parse_args(words))
     dry, seconds = given.pop("dry"), given.pop("seconds")
-    values = {key: parameter.default for key, parameter in parameters.items()} | (case_.dry if dry else {}) | given
+    values = {key: parameter.default for key, parameter in parameters.items()} | {**(case_.dry if dry else {}), **given}
     if missing := [key for key, value in values.items() if value is inspect.Parameter.empty]:
         parser.error(f"expected {', '.join(missing)}")
     return dict(values), dry, seconds

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -147,12 +148,12 @@ def rollout_vs_generate(
         other = theirs(
             in_transformers(model).to(device), size.drawn(), size.samples, size.slots, 1 if size.stop else None
         )
-        contenders["transformers"] = lambda run=other, new=size.new_tokens: run(new)
+        contenders["transformers"] = partial(other, size.new_tokens)
         for precision in ("fp32", "fp16", "bf16"):
             engine, active = engine_of(model, precision, size.slots, 256, device)
             facts[precision] = {"engine": "native", "requested": precision} | active
             mine = ours(engine, size.drawn(), size.samples, (1,) if size.stop else ())
-            contenders[precision] = lambda run=mine, new=size.new_tokens: run(new)
+            contenders[precision] = partial(mine, size.new_tokens)
         rates = turns(contenders, 1, rounds, rate)
         about: Row = {"case": size.name, "rounds": rounds, "transformers": transformers.__version__}
         for name, values in rates.items():

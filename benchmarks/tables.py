@@ -83,7 +83,7 @@ def number(value: float, unit: str) -> str:
 def cell(row: Row) -> str:
     low, high = row.get("quartile_low", row.get("min")), row.get("quartile_high", row.get("max"))
     text = number(row["value"], row["unit"])
-    return text if low is None else f"{text} ({number(low, 'ratio')}..{number(high, 'ratio')})"
+    return text if low is None or high is None else f"{text} ({number(low, 'ratio')}..{number(high, 'ratio')})"
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -11,20 +11,18 @@ from TRL's defaults, in TRL's favour or to make the work equal: gradient checkpo
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
 import transformers
 import trl
-from rl_problem import WORKS, Work, reward
+from rl_problem import WORKS, Work, reward, worker_arguments
 from workers import say
 
 
@@ -61,11 +59,7 @@ def settings(output: str, work: Work, fp16: bool, bf16: bool) -> trl.GRPOConfig:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--work", default="small", choices=WORKS)
-    parser.add_argument("--model", type=Path, help="a Hugging Face folder; by default FOLDER/model")
+    parser = worker_arguments(__doc__)
     parser.add_argument("--fp16", action="store_true", help="set the trainer's fp16 flag, to see what it does")
     parser.add_argument("--bf16", action="store_true", help="set the trainer's bf16 flag, as TRL does by itself")
     arguments = parser.parse_args()

@@ -108,7 +108,7 @@ def teach(folder: Path, family: str, fields: Mapping[str, Any], head_dim: int, s
         "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id",
         "pad_token_id")}  # fmt: skip
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(same | {"head_dim": head_dim} | fields)))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(same | {"head_dim": head_dim, **fields})))
     optimizer, draw = torch.optim.AdamW(model.parameters(), 3e-3), random.Random(seed)
     for _ in range(1500):
         rows = []
@@ -168,11 +168,17 @@ def of_job(name: str, look: str, job: Job) -> dict[str, Any]:
         "fault": name, "what": fault.what, "look": look,
         "rollout": {"hf_test": "transformers"}.get(fault.rollout, fault.rollout), "family": fault.family,
         "injected": None if fault.weights == "" else fault.injected, "seen": None if where is None else int(where[2]),
-        "by": by, "right": right, "named": seen[-1]["fault"] if by == "logprobs" else None, "said": said,
+        "by": by, "right": right, "named": _named(seen[-1]) if by == "logprobs" else None, "said": said,
         "size_of_u": [each["figures"]["u_rms"] for each in seen],
         "tokens": [each["figures"]["tokens"] for each in seen], "verdicts": [each["verdict"] for each in seen],
         "steps": len(job.metrics), "job_seconds": job.seconds, "requested": "fp16", "active": "fp16",
     }  # fmt: skip
+
+
+def _named(page: dict[str, Any]) -> str | None:
+    """The fault of a page, and what it was not told from."""
+    also = [each["also"] for each in page["findings"] if each["name"] == page["fault"]]
+    return " or ".join([page["fault"], *also[0]]) if also else None
 
 
 def of_turns(name: str, folder: Path, seed: int, steps: int) -> dict[str, Any]:

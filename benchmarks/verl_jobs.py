@@ -4,7 +4,7 @@
     python benchmarks/run.py verl_jobs mantissa-fp16 overhead
     python benchmarks/run.py verl_jobs vllm-bf16 ...    # in that of make test-verl-vllm
     python benchmarks/run.py verl_jobs run              # 24 steps, for the picture
-    python benchmarks/run.py verl_jobs suite            # make test-verl whole: its seconds, and its slowest tests
+    python benchmarks/run.py verl_jobs suite-launch suite-jobs suite-ray    # make test-verl: each part's seconds
     python benchmarks/run.py verl_picture               # docs/images/verl.svg, from the rows
 
 The model is a Qwen3 of two layers (tests/support/verl_job.py), or of the family that a kind names, so seconds are of
@@ -79,7 +79,8 @@ KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
 KINDS["vllm-mantissa_fsdp2-bf16"][1]["rollout"] = "vllm"
 
 
-KNOWN = (*KINDS, "overhead", "spikes", "run", "suite")
+PARTS = ("suite-launch", "suite-jobs", "suite-ray")
+KNOWN = (*KINDS, "overhead", "spikes", "run", *PARTS)
 NOT_VLLMS = tuple(name for name in KNOWN if not name.startswith(("vllm", "suite")))
 
 
@@ -126,30 +127,29 @@ def of_run(folder: Path) -> dict[str, Any]:
     return {"requested": "fp16", "active": "fp16", "steps": steps, "job_seconds": job.seconds, "curves": curves}
 
 
-def of_suite() -> dict[str, Any]:
-    """``make test-verl``, which must pass: its seconds, by part and by test, and the machine's load meanwhile."""
-    begun, text = time.monotonic(), ""
+def of_suite(part: str) -> dict[str, Any]:
+    """A part of ``make test-verl``, which must pass: its seconds, by test too, and the machine's load meanwhile."""
+    begun, text, target = time.monotonic(), "", part.replace("suite", "test-verl")
     given = os.environ | {"PYTEST_ADDOPTS": "--durations=25"}
-    with subprocess.Popen(["make", "test-verl"], cwd=ROOT, env=given, stdout=subprocess.PIPE, text=True) as suite:
+    with subprocess.Popen(["make", target], cwd=ROOT, env=given, stdout=subprocess.PIPE, text=True) as suite:
         for line in suite.stdout or ():
             print(line, end="", flush=True)
             text += line
     if suite.returncode:
-        raise SystemExit(f"make test-verl: exit status {suite.returncode}; of tests that fail no row is kept")
+        raise SystemExit(f"make {target}: exit status {suite.returncode}; of tests that fail no row is kept")
     return {
         "suite_seconds": time.monotonic() - begun,
         "processors": os.cpu_count(),
         "load": os.getloadavg()[2],
-    } | parts(text)
+    } | summary(text)
 
 
-def parts(text: str) -> dict[str, Any]:
-    """Of what several runs of pytest printed: tests passed and seconds of each, and seconds of the slowest tests."""
-    runs = re.findall(r"^(?:=+ )?(\d+) passed.* in ([\d.]+)s", text, re.MULTILINE)
+def summary(text: str) -> dict[str, Any]:
+    """Of what a run of pytest printed: tests passed, and seconds of the slowest tests."""
+    passed = re.search(r"^(?:=+ )?(\d+) passed", text, re.MULTILINE)
     slowest = re.findall(r"^([\d.]+)s call +(.+)$", text, re.MULTILINE)
     return {
-        "passed": [int(passed) for passed, _ in runs],
-        "seconds": [float(seconds) for _, seconds in runs],
+        "passed": int(passed[1]) if passed else 0,
         "slowest": {name: float(seconds) for seconds, name in sorted(slowest, key=lambda each: -float(each[0]))[:25]},
     }
 
@@ -168,8 +168,8 @@ def measured(kind: str, folder: Path) -> dict[str, Any]:
         return {"batches": {who: len(seen[who]) for who in lost}, "lost": lost, "requested": "fp16", "active": "fp16"}
     if kind == "run":
         return of_run(folder)
-    if kind == "suite":
-        return of_suite()
+    if kind in PARTS:
+        return of_suite(kind)
     given, named = KINDS[kind]
     more = {"head_dim": 32, "seconds": 1200} if kind.startswith("vllm") else {}
     return of_job(kind, run_job(folder, *given, *SIZE, **named, **more))

@@ -59,11 +59,11 @@ def run(folder: Path, seed: int, common: tuple[str, ...], *overrides: str, stage
 
 def row(form: str, seed: int, done: RunDirectory) -> Row:
     """What a run came to."""
-    rows, inner = done.read_metrics(), done.inner_run
+    rows, inner = done.metrics.read(), done.inner_run
     assert inner is not None
     roles = {each["role"]: each for each in done.environment["precision"]}
     last = rows[-1]
-    sides = {"conversation": rows, "feedback": inner.read_metrics()}
+    sides = {"conversation": rows, "feedback": inner.metrics.read()}
     return {
         "form": form, "seed": seed, "steps": len(rows),
         "requested": roles["learner"]["requested"], "active": roles["learner"]["active"],

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 MARK = "@bench "
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def say(message: Mapping[str, Any]) -> None:

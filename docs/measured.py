@@ -188,6 +188,8 @@ def _seeds(found: Sequence[Row], name: str, spec: str) -> str:
     from mantissa.runs.groups import over_seeds as interval
 
     estimate = interval(list({row["seed"]: field(row, name) for row in found}.values()))
+    assert estimate.low is not None  # there are several seeds
+    assert estimate.high is not None
     return f"{shown(estimate.value, spec)} ({shown(estimate.low, spec)}..{shown(estimate.high, spec)})"
 
 

@@ -189,8 +189,11 @@ def verl_jobs() -> str:
 def verl_kills() -> str:
     """Kills of each kind, how many were resumed to the undisturbed job's bits, and the longest that a job lived on."""
     lines = []
-    for name, what in {"worker": "a learner's worker", "node": "a whole node", "trainer": "the trainer"}.items():
-        rows = [row for row in _rows("verl_kills") if row["victim"] == name]
+    victims = {"worker": "a learner's worker", "node": "a whole node", "trainer": "the trainer",
+               "storage": "verl's storage unit"}  # fmt: skip
+    for name, what in victims.items():
+        if not (rows := [row for row in _rows("verl_kills") if row["victim"] == name]):
+            continue
         whole, longest = sum(not row["unlike"] for row in rows), max(row["ended_s"] for row in rows)
         lines.append([what, str(len(rows)), str(whole), f"{longest:.0f}"])
     return table(["killed", "times", "resumed with every metric of an undisturbed job", "ended within, s"], lines)

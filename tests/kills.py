@@ -204,7 +204,7 @@ def kept_of_run(folder: Path) -> Found:
     if len(rows) < newest:
         raise FailedError(f"{len(rows)} rows of metrics, and a checkpoint of step {newest}")
     return {f"step {row['step']}": row for row in rows[:newest]} | {
-        "warm start": RunDirectory(folder).read_warm_start()
+        "warm start": RunDirectory(folder).warm_start.read()
     }
 
 

@@ -55,12 +55,13 @@ import hashlib, json, sys
 from pathlib import Path
 import torch
 from safetensors.torch import load_file
+from mantissa.base.files import JsonLines
 from mantissa.runs.directory import RunDirectory
 from mantissa.runs.directory import deterministic
 folder = Path(sys.argv[1])
 run = RunDirectory.open(folder)
-found = {f"metrics {i}": deterministic(row) for i, row in enumerate(run.read_metrics())}
-found["warm start"] = run.read_warm_start()
+found = {f"metrics {i}": deterministic(row) for i, row in enumerate(JsonLines(folder / "metrics.jsonl").read())}
+found["warm start"] = JsonLines(folder / "warm_start.jsonl").read()
 found |= {f"rollouts {step}": run.read_rollouts(step) for step in run.rollout_steps()}
 for path in sorted(folder.rglob("*.safetensors")):
     for name, tensor in load_file(path).items():

@@ -39,7 +39,13 @@ OURS = (
     "trainer.v1.sampler.custom_sampler.name=OrderedReplayBuffer",
     f"{ROLLOUT}.n=2",
 )
-VICTIMS = {"worker": "WorkerDict", "trainer": "TaskRunner", "node": "", "server": "Server"}
+VICTIMS = {
+    "worker": "WorkerDict",
+    "trainer": "TaskRunner",
+    "node": "",
+    "server": "Server",
+    "storage": "SimpleStorageUnit",
+}
 TIMED = ("timing", "perf", "actor/perf", "actor/mfu")
 
 

@@ -27,7 +27,7 @@ from mantissa.cli.demo import LOOK, LOOK_SIZE, POLICY, QUICK, in_nats, of_traini
 from mantissa.precision import PRESETS
 from mantissa.runs.catalogue import METRICS
 from mantissa.runs.gap_page import GapRows, bars
-from mantissa.tasks import read_problems
+from problems import problems_in
 
 FIRST, OTHERS = (tuple(name for lines in groups.values() for name in lines) for groups in (cli.GROUPS, cli.MORE))
 COMMANDS = (*FIRST, *OTHERS)
@@ -125,7 +125,7 @@ def test_the_summary_and_the_file(mantissa: Callable, tmp_path: Path) -> None:
         "1 dropped: cannot be read as a problem and its answer",
         f"{two}, row 2: 'answer' is '': expected text or a finite number",
     ]
-    problems, _ = read_problems([out])
+    problems, _ = problems_in([out])
     assert [(p.prompt[0].content, p.answer) for p in problems] == [("1+1?", "2"), ("2+2?", "4")]  # type: ignore[union-attr]
     assert pq.read_schema(out).names == ["data_source", "prompt", "ability", "reward_model", "extra_info"]
 

@@ -129,7 +129,7 @@ def test_damaged_checkpoints_name_the_way_out(mantissa: Mantissa, finished: Path
     assert f"delete {weights.parent} to go on from step-1" in error
     shutil.rmtree(weights.parent)
     assert mantissa("train", "--resume", run).code == 0  # and that way leads to the same end
-    rows = [[deterministic(row) for row in RunDirectory.open(path).read_metrics()] for path in (run, finished)]
+    rows = [[deterministic(row) for row in RunDirectory.open(path).metrics.read()] for path in (run, finished)]
     assert rows[0] == rows[1]
     (run / "checkpoints" / "step-2" / "state.json").write_text("{")
     assert "no readable state.json" in mantissa("train", "--resume", run).error()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mantissa.model import load_model
-from mantissa.runs.directory import RunDirectory, deterministic
+from mantissa.runs.directory import Log, RunDirectory, deterministic
 from small_run import contents
 
 Mantissa = Callable[..., Any]
@@ -48,7 +48,7 @@ def test_a_full_disk_costs_nothing_but_time(
     path = recipe(trackers=["tensorboard"], steps=3)
     calm = tmp_path / "calm"
     assert mantissa("train", path, f"run_dir={calm}").code == 0
-    expected = [deterministic(row) for row in RunDirectory.open(calm).read_metrics()]
+    expected = [deterministic(row) for row in RunDirectory.open(calm).metrics.read()]
     full = set()
     for size in sizes:
         run = disk / size
@@ -62,7 +62,7 @@ def test_a_full_disk_costs_nothing_but_time(
         resize(disk, "4m")
         again = ("--resume", run) if (run / "config.yaml").exists() else (path, f"run_dir={run}")
         assert mantissa("train", *again).code == 0
-        assert [deterministic(row) for row in RunDirectory.open(run).read_metrics()] == expected
+        assert [deterministic(row) for row in RunDirectory.open(run).metrics.read()] == expected
         weights = [dict(load_model(folder / "policy").named_parameters()) for folder in (run, calm)]
         assert all(weight.equal(weights[1][name]) for name, weight in weights[0].items())
         assert not list(run.rglob(".*.tmp"))
@@ -80,23 +80,23 @@ def test_a_disk_that_fills_keeps_the_steps_of_a_run_that_was_to_save_at_its_end(
     calm, run, ballast = tmp_path / "calm", disk / "run", disk / "ballast"
     assert mantissa("train", path, f"run_dir={calm}", *more).code == 0
     resize(disk, "4m")
-    append = RunDirectory.append_metrics
+    append = Log.append
 
-    def filled(self: RunDirectory, row: Any) -> None:
+    def filled(self: Log, row: Any) -> None:
         if row["step"] == 3 and not ballast.exists():  # something else takes what is left, to the last page
             free = shutil.disk_usage(disk).free
             with ballast.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, free)
         append(self, row)
 
-    monkeypatch.setattr(RunDirectory, "append_metrics", filled)
+    monkeypatch.setattr(Log, "append", filled)
     result = mantissa("train", path, f"run_dir={run}", *more)
     assert result.code == 2
     message = result.error()
     assert re.search(r"No space left on device; free some space or choose another folder; step [345] is kept", message)
     kept = RunDirectory.open(run).checkpoint_steps()[-1]
     assert f"step {kept} is kept: --resume goes on after it" in message
-    assert len(RunDirectory.open(run).read_metrics()) == kept >= 3
+    assert len(RunDirectory.open(run).metrics.read()) == kept >= 3
     ballast.unlink()
     assert mantissa("train", "--resume", run).code == 0
     both = [contents(folder) for folder in (calm, run)]

@@ -119,7 +119,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_one_line_and_it_goes_on(
     assert done.code == 0, done.err
     assert f"report: {run}/report.html" in done.out
     assert "warning: processes was 2, now None" in done.out
-    assert [row["step"] for row in RunDirectory.open(run).read_metrics()] == list(range(1, reached + 3))
+    assert [row["step"] for row in RunDirectory.open(run).metrics.read()] == list(range(1, reached + 3))
 
 
 @pytest.mark.slow
@@ -162,7 +162,7 @@ def test_torchrun_and_a_folder_that_is_taken(
     assert done.stdout.count("report: ") == 1
     assert (run / "report.html").stat().st_size > 0
     assert RunDirectory.open(run).config["nproc"] == 2
-    assert [row["step"] for row in RunDirectory.open(run).read_metrics()] == [1, 2, 3]
+    assert [row["step"] for row in RunDirectory.open(run).metrics.read()] == [1, 2, 3]
     again = mantissa("train", several, f"run_dir={run}", "nproc=2")
     assert again.error() == f"{run} already holds a run: continue it with --resume {run}, or choose another run_dir"
     assert again.out == ""

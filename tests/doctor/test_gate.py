@@ -204,15 +204,17 @@ def look(size: float, seed: int, length: int = 3) -> tuple[Any, ...]:
 FP16 = {"rollout_format": "fp16", "learner_format": "fp16", "experts": False}
 
 
-def test_a_look_beyond_the_table_is_no_measure_of_a_job() -> None:
-    """Single tokens make it: healthy, and not what later looks are held to."""
-    gate = Gate(every=1, say=lambda line: None)
+@pytest.mark.parametrize(("experts", "verdict"), [(True, Verdict.HEALTHY), (False, Verdict.UNKNOWN)])
+def test_a_look_beyond_the_table_is_no_measure_of_a_job(experts: bool, verdict: Verdict) -> None:
+    """Single tokens make it: not what later looks are held to, and without routers not healthy either."""
+    gate = Gate(every=1, on_fault="stop", say=lambda line: None)
     prompts, *tables = look(0.02, 0, length=16)
     tables[3][20, 7] -= 1.5
-    found = gate.check(1, prompts, *tables, **FP16)
+    found = gate.check(1, prompts, *tables, **FP16 | {"experts": experts})
     assert found is not None
-    assert found.verdict is Verdict.HEALTHY
+    assert found.verdict is verdict
+    assert not gate.stop
     assert found.figures["u_rms"] > 0.04
     assert gate.state_dict() == {"healthy": []}
-    gate.check(2, *look(0.02, 1, length=16), **FP16)
+    gate.check(2, *look(0.02, 1, length=16), **FP16 | {"experts": experts})
     assert [row["size_of_u"] < 0.04 for row in gate.state_dict()["healthy"]] == [True]

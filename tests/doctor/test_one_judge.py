@@ -63,7 +63,7 @@ def made_run(path: Path, learner: str, rollout: str, sequences: Sequence[Scored]
         gap = of_gap(sequences)
         for step in range(1, STEPS + 1):
             moving = {"time/step": step + len(path.name), SIZE: (1 + step % 3 / 50) * gap[SIZE]}
-            run.append_metrics({"step": step, "reward/mean": 0.5, **gap, **moving})
+            run.metrics.append({"step": step, "reward/mean": 0.5, **gap, **moving})
         rows = [{
             "step": STEPS, "problem_id": str(each.group), "sample": number % 4, "prompt": "", "completion": "",
             "answer": "", "reward": 0.5, "correct": False, "error": None, "finish_reason": "stop",
@@ -86,7 +86,7 @@ def test_all_six_say_the_same(
     expected = usual((learner, rollout))
     what = "is larger than rounding makes" if large else "is of the usual size"
     said = f"the gap {what} in {expected.whose}: k3 {k3:.2g} nats a token, up to {expected.k3:.2g} is usual"
-    rows, verdict = run.read_metrics(), Verdict.LARGE if large else Verdict.HEALTHY
+    rows, verdict = run.metrics.read(), Verdict.LARGE if large else Verdict.HEALTHY
 
     doctor = examine(read_run(run.path))
     assert (doctor.verdict, f"{doctor.figures['u_rms']:.2g}") == (verdict, f"{size:.2g}")

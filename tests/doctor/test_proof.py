@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
 import dumps
+from mantissa.doctor import examine as examination
 from mantissa.doctor.diagnosis import Basis, Diagnosis, Finding, Verdict
 from mantissa.doctor.dump import Scored
+from mantissa.doctor.evidence import Evidence
 from mantissa.doctor.examine import examine
-from mantissa.doctor.signatures import _too_little
+from mantissa.doctor.signatures import Judged, _too_little
 from mantissa.doctor.words import first_line
 
 WORDS = 30
@@ -173,3 +175,100 @@ def test_a_part_of_the_gap_is_no_name_for_all_of_it() -> None:
     assert "74%" in _too_little([half, tokens], [half])
     assert not _too_little([half, tokens], [half, tokens])
     assert not _too_little([dataclasses.replace(half, share=0.6), tokens], [dataclasses.replace(half, share=0.6)])
+
+
+def one_way(until: Callable[[int], int], size: float = 0.4) -> list[Scored]:
+    """Noise, and the learner's log-probs below the rollout's by another amount in each context before a place."""
+
+    rows = list[Scored]()
+    for number, row in enumerate(rolled(plain, prompts=64, samples=1)):
+        draw = np.random.default_rng(number)
+        by = np.where(np.arange(24) < until(number), draw.exponential(size, 24), 0.0)
+        rows.append(
+            dataclasses.replace(row, learner_logp=row.learner_logp - by * (1 - np.exp(row.rollout_logp)), group=number)
+        )
+    return rows
+
+
+@pytest.mark.parametrize(("until", "named"), [(24, True), (12, False)], ids=["everywhere", "at first"])
+def test_words_that_are_ruled_out_know_no_place(until: int, named: bool) -> None:
+    # At first alone, and one sequence ended there all the same: no end is banned, and no word is either.
+    found = told(one_way(lambda number: until if number else 24))
+    assert (found.fault is not None and found.fault.name == "support") == named, found.headline
+    if not named:
+        assert found.basis is Basis.LIKELY or found.basis is Basis.SIZE, found.headline
+
+
+def test_a_floor_under_one_side_is_of_the_same_tokens() -> None:
+    rows = rolled(plain)
+    for number, row in enumerate(rows):
+        floor = np.random.default_rng(number).uniform(-1.2, -0.8, 24)
+        rows[number] = dataclasses.replace(row, rollout_logp=np.maximum(row.rollout_logp, floor))
+    found = told(rows)
+    assert found.fault is None or found.fault.name != "unrelated", found.headline
+
+
+def test_a_place_of_all_sequences_is_no_token_of_their_own() -> None:
+    """A window of 30 tokens: what lies beyond it differs more the farther it is, and prompts are of many lengths."""
+    draw, rows = np.random.default_rng(0), list[Scored]()
+    for row in rolled(plain):
+        prompt = int(draw.integers(4, 26))
+        beyond = np.maximum(prompt + np.arange(24) - 30, 0)
+        by = np.minimum(beyond, 6) / 6 * draw.normal(0, 0.8, 24) * (1 - np.exp(row.rollout_logp))
+        tokens = np.concatenate([np.arange(prompt), row.tokens[row.prompt_length :]])
+        rows.append(dataclasses.replace(row, tokens=tokens, prompt_length=prompt,
+                                        learner_logp=np.minimum(row.learner_logp + by, -1e-6)))  # fmt: skip
+    found = told(rows, experts=False)
+    assert found.fault is None or found.fault.name != "mid_sequence", found.headline
+
+
+def test_a_temperature_is_not_lost_to_a_bias_of_one_sign() -> None:
+    """Likely words gain and others lose, which a bias on these words would do as well, if each lost by one factor."""
+    found = told(rolled(lambda x, draw: normal(0.8 * x), prompts=48, samples=1))
+    assert found.fault is not None, found.headline
+    assert "temperature" in (found.fault.name, *found.fault.also), found.headline
+
+
+@pytest.mark.parametrize(("named", "verdict"), [("bf16", Verdict.LARGE), (None, Verdict.UNKNOWN)])
+def test_a_size_of_fp8_is_not_judged_where_no_format_is_named(named: str | None, verdict: Verdict) -> None:
+    rows = [dataclasses.replace(s, learner_logp=unlike(n, s.learner_logp, 0.3, np.full(24, True)))
+            for n, s in enumerate(rolled(plain, prompts=64, samples=1))]  # fmt: skip
+    found = examine(dumps.dump_of(rows, rollout_format=named, experts=False, temperature=1.0))
+    assert found.verdict is verdict, found.headline
+    assert ("rollout_format" in found.headline) == (named is None), found.headline
+
+
+def test_a_part_of_a_healthy_gap_that_is_larger_is_no_fault() -> None:
+    """A third of the sequences differs more than the others, a tenth of what bf16 makes."""
+    size = [0.013 if n % 7 < 2 else 0.009 for n in range(64)]
+    rows = [dataclasses.replace(s, learner_logp=unlike(n, s.rollout_logp, size[n], np.full(24, True)))
+            for n, s in enumerate(rolled(plain, prompts=64, samples=1))]  # fmt: skip
+    assert told(rows).verdict is Verdict.HEALTHY, told(rows).headline
+
+
+def test_a_rival_that_comes_without_a_quarter_of_the_prompts_leaves_it_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rolled(lambda x, draw: normal(0.7 * x))
+    whole = told(rows).fault
+    assert whole is not None
+    kept = examination._proven
+
+    def proven(e: Evidence, without: Sequence[str]) -> tuple[list[Finding], Judged]:
+        every, held = kept(e, without)
+        part = any(not each.mask.any() for each in e.dump.sequences)
+        return every, Judged((dataclasses.replace(held.named[0], name="weights"),)) if part else held
+
+    monkeypatch.setattr(examination, "_proven", proven)
+    found = told(rows)
+    assert (found.verdict, found.basis, found.candidates[0].name) == (Verdict.LARGE, Basis.LIKELY, whole.name)
+    assert "without a quarter of the prompts" in found.headline
+
+
+def test_a_side_of_e4m3_numbers_is_told_by_its_grid() -> None:
+    def of_e4m3(number: int, row: Scored) -> np.ndarray:
+        step = 2.0 ** (np.floor(np.log2(-row.learner_logp)) - 3)
+        return np.round(row.learner_logp / step) * step
+
+    found = told(changed(of_e4m3))
+    assert found.fault is not None, found.headline
+    assert found.fault.name == "coarse_logprobs", found.headline
+    assert "e4m3" in found.headline

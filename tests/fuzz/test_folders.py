@@ -297,7 +297,7 @@ def test_a_run_that_is_renamed_while_it_writes(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run", {}, {})
     run.path.rename(tmp_path / "elsewhere")
     for write in (
-        lambda: run.append_metrics({"step": 1}),
+        lambda: run.metrics.append({"step": 1}),
         lambda: run.write_rollouts(1, []),
         lambda: save_checkpoint(run.path / "checkpoints", Checkpoint(1, {"a": torch.ones(1)}, {}, {}), keep=1),
     ):

@@ -112,11 +112,11 @@ def test_a_run_from_beginning_to_its_continuations(
         assert torch.equal(parameter, frozen[name]) != ("_proj." in name), name
     # checkpoints: adapters and their moments alone, all on one base
     for step in run.checkpoint_steps():
-        saved = load_file(run.checkpoint_path(step) / "policy.safetensors")
-        moments = load_file(run.checkpoint_path(step) / "optimizer.safetensors")
+        saved = load_file(run.checkpoints / f"step-{step}" / "policy.safetensors")
+        moments = load_file(run.checkpoints / f"step-{step}" / "optimizer.safetensors")
         assert saved.keys() == trained_parameters(adapted).keys()
         assert {key.rpartition("/")[0] for key in moments} == (saved.keys() if step else set())
-        state = json.loads((run.checkpoint_path(step) / "state.json").read_text())["state"]
+        state = json.loads((run.checkpoints / f"step-{step}" / "state.json").read_text())["state"]
         assert state["base"] == base_digest(base)
     assert all(torch.equal(saved[name], p) for name, p in trained_parameters(adapted).items())
     # the same bits after a resume from the step before the last
@@ -150,7 +150,7 @@ def test_a_run_from_beginning_to_its_continuations(
         assert not results[-1].base_path.exists()  # it is where it was
         config = json.loads((results[-1].adapter_path / "adapter_config.json").read_text())
         assert config["base_model_name_or_path"] == str(run.base_path.resolve())
-        first = load_file(results[-1].checkpoint_path(0) / "policy.safetensors")
+        first = load_file(results[-1].checkpoints / "step-0" / "policy.safetensors")
         assert all(torch.equal(first[name], p) for name, p in trained_parameters(adapted).items())
     one, other = (contents(each.path) for each in results)
     assert one["rollouts"] == other["rollouts"]
@@ -167,11 +167,11 @@ def test_a_given_base_is_frozen_from_the_start_and_its_digest_guards_it(
     stored = (base / "model.safetensors").read_bytes()
     lora = f"model={{path: {base}, lora: {{rank: 4, alpha: 8, targets: [q_proj, up_proj]}}}}"
     run = train(*SHORT[1:], lora, "steps=2", "checkpoint.every=1")
-    assert len(load_file(run.checkpoint_path(1) / "policy.safetensors")) == 8
+    assert len(load_file(run.checkpoints / "step-1" / "policy.safetensors")) == 8
     assert (base / "model.safetensors").read_bytes() == stored
     assert not run.base_path.exists()
-    assert run.read_warm_start() != []
-    shutil.rmtree(run.checkpoint_path(2))
+    assert run.warm_start.read() != []
+    shutil.rmtree(run.checkpoints / "step-2")
     changed = load_file(base / "model.safetensors")
     changed["model.norm.weight"][0] += 1e-3
     save_file(changed, base / "model.safetensors", {"format": "pt"})
@@ -208,7 +208,7 @@ def test_a_gguf_base_from_training_to_sampling(
     with pytest.raises(MantissaError, match=r"base.gguf: no adapter_config.json there"):
         start(configure(f"run_dir={tmp_path / 'no'}", *short, "model={path: base.gguf, lora: {path: base.gguf}}"))
     write_gguf(file, gguf_decoder("llama", seed=1, num_hidden_layers=1), ("Q4_1",))
-    shutil.rmtree(run.checkpoint_path(2))
+    shutil.rmtree(run.checkpoints / "step-2")
     with pytest.raises(MantissaError, match=r"model.path=base.gguf is not the base that .* put the original back"):
         resume(run.path)
     file.unlink()

@@ -209,7 +209,7 @@ DYNAMIC = ("rollout.dynamic.batch_prompts=3", "rollout.overlong.buffer=4")
 
 def test_the_lag_is_in_the_numbers_and_the_correction_sees_it(finished: Train) -> None:
     late, prompt = finished(*LATE), finished(*PROMPT)
-    rows = late.read_metrics()
+    rows = late.metrics.read()
     after = [0, *(int(row["optim/updates"]) for row in rows)]  # a step without a gradient makes no version
     versions = [after[max(0, step - 3)] for step in range(1, 7)]
     assert [row["rollout/version"] for row in rows] == versions
@@ -218,8 +218,8 @@ def test_the_lag_is_in_the_numbers_and_the_correction_sees_it(finished: Train) -
     assert lags[0] == 0
     assert lags[1] > 0
     assert max(lags) == 4
-    assert all(row["gap/abs_logp_diff_mean"] < 1e-6 for row in prompt.read_metrics())  # fp32: no gap but the lag
-    assert all(row["rollout/lag_max"] == 0 and "time/background" not in row for row in prompt.read_metrics())
+    assert all(row["gap/abs_logp_diff_mean"] < 1e-6 for row in prompt.metrics.read())  # fp32: no gap but the lag
+    assert all(row["rollout/lag_max"] == 0 and "time/background" not in row for row in prompt.metrics.read())
     for row in rows:
         rollouts = late.read_rollouts(row["step"])
         assert {r["policy_version"] for r in rollouts} == {row["rollout/version"]}
@@ -242,7 +242,7 @@ def test_every_completion_is_what_the_checkpoint_of_its_version_samples(
     problems = parts.task.split("train")
     for step in range(1, 7):
         made_after = max(0, step - 1 - 2)
-        saved = load_checkpoint(run.checkpoint_path(0).parent, made_after)
+        saved = load_checkpoint(run.checkpoints, made_after)
         load_weights(parts.learner.weights, saved.policy)
         version = saved.state["step"]["updates"]
         parts.sampler.engine.sync(parts.learner.weights, version)

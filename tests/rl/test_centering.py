@@ -133,8 +133,8 @@ def test_equal_policies_learn_as_without_it(train: Train) -> None:
     """Where the engine's numbers are the learner's there is no drift, and exact kernels say so."""
     quick = ("steps=2", "warm_start.steps=6", "warm_start.evaluate_every=6", "task.reward=prefix", "evaluation=null")
     quick += ("precision=fp32", "precision.kernels=exact", "optimizer.updates_per_batch=1")
-    rows = train(*quick, "algorithm={loss: {kind: reinforce, centering: 32}}").read_metrics()
-    plain = train(*quick, "algorithm={loss: reinforce}").read_metrics()
+    rows = train(*quick, "algorithm={loss: {kind: reinforce, centering: 32}}").metrics.read()
+    plain = train(*quick, "algorithm={loss: reinforce}").metrics.read()
     for row, other in zip(rows, plain, strict=True):
         assert row["exact/mismatched_tokens"] == 0
         assert row["policy/centering"] < 1e-5

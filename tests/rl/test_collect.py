@@ -528,7 +528,7 @@ RUN = (*QUICK, "steps=3", "evaluation=null")
 def test_a_run_trains_on_full_batches_that_all_carry_a_gradient(train: Callable[..., RunDirectory]) -> None:
     more = ("rollout.dynamic.batch_prompts=3", "checkpoint.every=1")
     run, again = train(*RUN, *more), train(*RUN, *more)
-    rows = run.read_metrics()
+    rows = run.metrics.read()
     assert rows_of(run.path) == rows_of(again.path)
     for row in rows:
         rollouts = run.read_rollouts(row["step"])
@@ -539,18 +539,18 @@ def test_a_run_trains_on_full_batches_that_all_carry_a_gradient(train: Callable[
         assert row["dynamic/prompts"] == 3 * row["dynamic/generation_batches"] >= 9
         assert row["reward/accuracy_trained"] == sum(r["correct"] for r in rollouts) / 32
     total = sum(row["dynamic/prompts"] for row in rows)
-    assert load_checkpoint(run.checkpoint_path(0).parent).state["position"] == total > 24
+    assert load_checkpoint(run.checkpoints).state["position"] == total > 24
 
 
 def test_a_run_out_of_tries_stops_or_goes_on(train: Callable[..., RunDirectory]) -> None:
     hopeless = (*RUN, "task.reward=exact", "warm_start=null", "rollout.dynamic.max_generation_batches=2")
     with pytest.raises(MantissaError, match=r"rollout\.dynamic: 0 of 8 groups .* 2 generation batches \(16 prompts: 0"):
         train(*hopeless)
-    for row in train(*hopeless, "rollout.dynamic.when_exhausted=continue").read_metrics():
+    for row in train(*hopeless, "rollout.dynamic.when_exhausted=continue").metrics.read():
         assert (row["dynamic/trained"], row["dynamic/all_wrong"], row["optim/updates"]) == (0, 16, 0)
     few = (*RUN, "rollout.dynamic={max_generation_batches: 1, when_exhausted: continue, batch_prompts: 2}")
     run = train(*few, "optimizer.updates_per_batch=32")  # more updates than completions that are left: empty parts
-    assert all(row["dynamic/prompts"] == 2 for row in run.read_metrics())
+    assert all(row["dynamic/prompts"] == 2 for row in run.metrics.read())
     assert all(0 < len(run.read_rollouts(step)) <= 8 for step in (1, 2, 3))
 
 
@@ -559,7 +559,7 @@ def test_a_run_penalises_the_reward_and_not_the_accuracy(
 ) -> None:
     plain = finished(*QUICK).read_rollouts(1)
     run = train(*QUICK, "steps=1", "evaluation=null", "rollout.overlong={buffer: 4, factor: 3}")
-    first, penalised = run.read_metrics()[0], run.read_rollouts(1)
+    first, penalised = run.metrics.read()[0], run.read_rollouts(1)
     penalty = {1: 0.0, 2: 0.0, 3: -0.75, 4: -1.5, 5: -2.25, 6: -3.0}
     assert [row["tokens"] for row in penalised] == [row["tokens"] for row in plain]
     for row, before in zip(penalised, plain, strict=True):

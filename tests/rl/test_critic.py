@@ -100,7 +100,7 @@ def test_resumed_it_has_the_same_bits(train: Train, tmp_path: Path) -> None:
     again = stopped(run.path, 2, tmp_path / "again")
     resume(again)
     assert contents(again) == contents(run.path)
-    rows = run.read_metrics()
+    rows = run.metrics.read()
     assert rows[0]["critic/value"] == 0
     assert rows[-1]["critic/value"] != 0
     assert all("critic/grad_norm" in row for row in rows)
@@ -136,14 +136,14 @@ def test_it_begins_as_the_merged_policy(made: Callable[..., Parts]) -> None:
 def test_in_its_warm_up_the_policy_stands_still(train: Train) -> None:
     quick = ("steps=3", "precision=fp32", "warm_start.steps=6", "warm_start.evaluate_every=6", "evaluation=null")
     quick += ("task.reward=prefix",)
-    rows = train(*quick, GAE, "algorithm.critic.warmup=2").read_metrics()
+    rows = train(*quick, GAE, "algorithm.critic.warmup=2").metrics.read()
     assert [row["optim/updates"] for row in rows] == [0, 0, 2]
     assert rows[0]["critic/loss"] > 0
 
 
 def test_exact_kernels_and_one_sample_a_prompt(train: Train) -> None:
     quick = ("steps=2", "warm_start.steps=6", "warm_start.evaluate_every=6", "evaluation=null", "task.reward=prefix")
-    rows = train(*quick, "precision={preset: bf16, kernels: exact}", GAE, "rollout.samples=1").read_metrics()
+    rows = train(*quick, "precision={preset: bf16, kernels: exact}", GAE, "rollout.samples=1").metrics.read()
     assert all(row["exact/mismatched_tokens"] == 0 for row in rows)
     assert all(row["critic/skipped"] == 0 for row in rows)
 
@@ -152,7 +152,7 @@ def test_the_value_model_comes_to_explain_what_is_earned(train: Train) -> None:
     rows = train(
         "steps=24", "precision=bf16", "task.reward=prefix", "evaluation=null", "checkpoint.every=24",
         "rollout.prompts=16", "algorithm={advantage: gae, loss: ppo_clip, critic: {lr: 5.0e-3, warmup: 24}}",
-    ).read_metrics()  # fmt: skip
+    ).metrics.read()  # fmt: skip
     explained = [row["critic/explained"] for row in rows]
     assert sum(explained[-4:]) / 4 > sum(explained[:2]) / 2 + 0.1, explained
 

@@ -156,7 +156,7 @@ def test_by_whole_distributions_it_comes_nearer_too(train: Train, teacher: Path,
         "checkpoint.every=30", "rollout.prompts=8", "rollout.samples=2",
         f"algorithm={{loss: {{kind: reverse_kl}}, reference: {{path: {teacher}}}}}", *more,
     )  # fmt: skip
-    distances = [row["reference/reverse_kl"] for row in run.read_metrics()]
+    distances = [row["reference/reverse_kl"] for row in run.metrics.read()]
     assert statistics.fmean(distances[-5:]) < 0.6 * statistics.fmean(distances[:2]), distances
 
 
@@ -192,7 +192,7 @@ def test_a_student_comes_nearer_to_its_teacher(train: Train, teacher: Path, more
         "checkpoint.every=60", "rollout.prompts=16", "rollout.samples=2",
         f"algorithm={{loss: ppo_clip, advantage: distillation, reference: {{path: {teacher}}}}}", *more,
     )  # fmt: skip
-    distances = [row["reference/kl"] for row in run.read_metrics()]
+    distances = [row["reference/kl"] for row in run.metrics.read()]
     # A batch has some hundred tokens, so its mean is off by a tenth or more: ten batches' is not.
     assert statistics.fmean(distances[-10:]) < 0.75 * statistics.fmean(distances[:4]), distances
     row = run.read_rollouts(1)[0]

@@ -32,18 +32,18 @@ def test_a_run_diagnoses_itself_and_changes_nothing(tmp_path: Path) -> None:
         k: v for k, v in looked.items() if "config" not in k
     }
     run = RunDirectory.open(tmp_path / "1")
-    rows = run.read_doctor()
+    rows = run.doctor.read()
     assert [row["step"] for row in rows] == [1, 3]
-    assert not RunDirectory.open(tmp_path / "0").read_doctor()
+    assert not RunDirectory.open(tmp_path / "0").doctor.read()
     assert all(row["fault"] == "" and row["tokens"] > 50 for row in rows)
-    gaps = {row["step"]: row["gap/abs_logp_diff_mean"] for row in run.read_metrics()}
+    gaps = {row["step"]: row["gap/abs_logp_diff_mean"] for row in run.metrics.read()}
     assert [row["abs_d_mean"] for row in rows] == pytest.approx([gaps[1], gaps[3]], rel=1e-4, abs=1e-12)
     build_report(run)
     assert f"Step 3: {rows[-1]['headline']}".replace("'", "&#39;") in run.report_path.read_text()
 
     begun_again = small_run.stopped(tmp_path / "1", 2, tmp_path / "2")
     resume(begun_again)
-    assert RunDirectory.open(begun_again).read_doctor() == rows
+    assert RunDirectory.open(begun_again).doctor.read() == rows
 
 
 def test_a_run_is_held_to_its_own_first_healthy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_a_run_is_held_to_its_own_first_healthy_size(tmp_path: Path, monkeypatch
     monkeypatch.setattr(probes, "diagnose", diagnosed)
     recipe = (*small_run.QUICK, "steps=4", f"run_dir={tmp_path / 'run'}", "doctor={every: 1}")
     start(small_run.configure(*recipe))
-    sizes = [row["u_rms"] for row in RunDirectory.open(tmp_path / "run").read_doctor()]
+    sizes = [row["u_rms"] for row in RunDirectory.open(tmp_path / "run").doctor.read()]
     assert asked == [None, None, sizes[1], sizes[1]]
     resume(small_run.stopped(tmp_path / "run", 3, tmp_path / "again"))
     assert asked[4:] == [sizes[1], sizes[1]]

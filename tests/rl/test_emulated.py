@@ -53,7 +53,7 @@ def test_a_run_says_which_switches_are_on_and_shows_the_gap(
     assert rows["learner"]["kernels"] == "simulated"
     assert RunConfig(**run.config).rollout.emulate == Emulation.serving()  # written out, as a resume reads it
     # of the engine's own, unemulated, 0 to 1e-5
-    assert max(row["gap/abs_logp_diff_mean"] for row in run.read_metrics()) > 1e-4
+    assert max(row["gap/abs_logp_diff_mean"] for row in run.metrics.read()) > 1e-4
 
 
 def test_in_fp32_it_says_what_does_nothing(made: Callable[..., Parts], configure: Callable[..., RunConfig]) -> None:

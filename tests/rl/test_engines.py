@@ -238,7 +238,7 @@ SHORT = (*QUICK, "precision=bf16", VLLM, "evaluation=null")
 @pytest.mark.usefixtures("on_stand_in", "with_report")
 def test_a_run_measures_at_its_steps_and_says_so(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     run = train(*SHORT, "steps=4", "rollout.vllm.share_every=3")
-    rows = run.read_metrics()
+    rows = run.metrics.read()
     names = {SHARE, ENGINE, OTHER, NONFINITE, "time/engine_share"}
     assert [names <= row.keys() for row in rows] == [True, False, False, True]
     assert not any(names & row.keys() for row in rows[1:3])
@@ -264,11 +264,11 @@ def test_a_run_that_measures_nothing_says_so_and_a_native_one_knows_nothing_of_i
     train: Train, finished: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = train(*SHORT, "steps=1", "rollout.vllm.share_every=0")
-    assert not {SHARE, ENGINE, "time/engine_share"} & run.read_metrics()[0].keys()
+    assert not {SHARE, ENGINE, "time/engine_share"} & run.metrics.read()[0].keys()
     said = "Which share of the gap is vLLM 0.32.0's was not measured: rollout.vllm.share_every=0."
     assert said in capsys.readouterr().out
     native = finished(*QUICK)
-    assert "engine_share" not in json.dumps(native.read_metrics()[0])
+    assert "engine_share" not in json.dumps(native.metrics.read()[0])
     assert "engine_share" not in native.environment
 
 
@@ -314,8 +314,8 @@ def test_two_threads_use_it_in_turn_each_with_its_own_weights_and_so_does_what_i
     train: Train, tmp_path: Path
 ) -> None:
     run = train(*LATE)
-    rows = run.read_metrics()
-    made = {step: load_checkpoint(run.checkpoint_path(0).parent, step) for step in range(7)}
+    rows = run.metrics.read()
+    made = {step: load_checkpoint(run.checkpoints, step) for step in range(7)}
     head = {step: str(digest(saved.policy["model.embed_tokens.weight"])) for step, saved in made.items()}
     assert len(set(head.values())) >= 6  # it learned in nearly every step
     sampler = [weights for name, weights, _ in Watched.seen if name == "rollout"]

@@ -59,7 +59,7 @@ SHORT = (*EXACT, "steps=1", "warm_start=null", "rollout.prompts=2", "checkpoint.
     ids=["fp32", "bf16", "fp8", "fp16 with adapters, a reference and a coarser cache"],
 )
 def test_no_log_prob_differs(train: Train, more: tuple[str, ...]) -> None:
-    rows = train(*EXACT, *more).read_metrics()
+    rows = train(*EXACT, *more).metrics.read()
     for row in rows:
         assert row["exact/mismatched_tokens"] == row["exact/update_mismatched_tokens"] == 0
         assert row["exact/checked_tokens"] == row["gap/tokens"] > 50
@@ -77,7 +77,7 @@ def test_no_log_prob_differs(train: Train, more: tuple[str, ...]) -> None:
 def test_unchecked_steps_learn_the_same_without_the_forward(train: Train) -> None:
     every = train(*EXACT, "steps=4", "precision.check_every=1")
     some = train(*EXACT, "steps=4", "precision.check_every=2")
-    rows = some.read_metrics()
+    rows = some.metrics.read()
     assert [row.get("exact/mismatched_tokens") for row in rows] == [0, None, 0, 0]  # the last one always
     for row in rows:
         checked = "exact/checked_tokens" in row
@@ -309,7 +309,7 @@ def test_the_update_s_own_forward_is_compared(
     with pytest.raises(MantissaError, match=r"update's own forward, .* gives \d+ log-probs .* has other kernels"):
         train(*SHORT, "precision=fp32")
     assert (tmp_path / "run-0" / "mismatch-step-1.safetensors").exists()
-    rows = train(*SHORT, "precision=fp32", "precision.on_mismatch=warn").read_metrics()
+    rows = train(*SHORT, "precision=fp32", "precision.on_mismatch=warn").metrics.read()
     assert rows[0]["exact/update_mismatched_tokens"] > 0
     assert rows[0]["exact/mismatched_tokens"] == rows[0]["exact/misdrawn_tokens"] == 0
     assert "warning: step 1: the update's own forward" in " ".join(capsys.readouterr().out.split())
@@ -338,7 +338,7 @@ def test_a_fault_between_checks_and_in_the_last_step(
 
 def test_a_warning_goes_on_and_counts(train: Train, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assemble, "rollout_kernels", mutated(Silu))
-    rows = train(*EXACT, "precision=fp32", "precision.on_mismatch=warn").read_metrics()
+    rows = train(*EXACT, "precision=fp32", "precision.on_mismatch=warn").metrics.read()
     assert all(0 < row["exact/mismatched_tokens"] <= row["exact/checked_tokens"] for row in rows)
     out = " ".join(capsys.readouterr().out.split())
     assert out.count("warning: step") == 2
@@ -498,13 +498,13 @@ def test_a_run_over_the_processors_own_bf16_is_resumed_to_the_same_bits(
 ) -> None:
     recipe = (*EXACT, "precision=bf16", "checkpoint.every=1", "checkpoint.keep=9", "rollout.slots=5")
     run = train(*recipe)
-    assert [row["exact/mismatched_tokens"] for row in run.read_metrics()] == [0, 0]
+    assert [row["exact/mismatched_tokens"] for row in run.metrics.read()] == [0, 0]
     assert {row["kernels"] for row in run.environment["precision"] if row["role"] in ("learner", "rollout")} == {
         "exact native"
     }
     assert "by bf16 products" in run.environment["exact"][0]
     before = load_model(run.policy_path).state_dict()
-    shutil.rmtree(run.checkpoint_path(2))
+    shutil.rmtree(run.checkpoints / "step-2")
     monkeypatch.setattr(cpu, "products", lambda: cpu.CpuProducts(1.0))  # elsewhere; what is written in the run holds
     session.resume(run.path)
     after = load_model(run.policy_path).state_dict()
@@ -515,7 +515,7 @@ def test_a_run_over_the_processors_own_bf16_is_resumed_to_the_same_bits(
     capsys.readouterr()
     again = train(*recipe)
     assert len(re.findall(PLANNED_ANEW, " ".join(capsys.readouterr().out.split()))) == 1
-    assert [(row["exact/replans"], row["exact/mismatched_tokens"]) for row in again.read_metrics()] == [(1, 0), (1, 0)]
+    assert [(row["exact/replans"], row["exact/mismatched_tokens"]) for row in again.metrics.read()] == [(1, 0), (1, 0)]
 
 
 PLANNED_ANEW = "all kernels compute by (?:one tile|fp64) from here on, step 1 again"
@@ -540,20 +540,20 @@ def test_a_first_difference_moves_to_the_safer_plan_before_anything_is_learned(
     run = train(*recipe)
     out = " ".join(capsys.readouterr().out.split())
     assert len(re.findall(PLANNED_ANEW, out)) == 1
-    rows = run.read_metrics()
+    rows = run.metrics.read()
     assert [(row["exact/replans"], row["exact/mismatched_tokens"]) for row in rows] == [(1, 0), (1, 0)]
 
     monkeypatch.setattr(assemble, "plan_exact", lambda *given: plan_exact(*given[:3], "one tile"))
     safe = train(*recipe)  # from the beginning: the same prompts and uniforms, so the same weights in the end
-    assert [row["exact/replans"] for row in safe.read_metrics()] == [0, 0]
+    assert [row["exact/replans"] for row in safe.metrics.read()] == [0, 0]
     one, other = (load_model(each.policy_path).state_dict() for each in (run, safe))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
     monkeypatch.undo()
     monkeypatch.setattr(assemble, "rollout_kernels", mutated(Shaky))
-    shutil.rmtree(run.checkpoint_path(2))
+    shutil.rmtree(run.checkpoints / "step-2")
     session.resume(run.path)  # from step 1, with the plan that was then in use
-    assert [row["exact/replans"] for row in run.read_metrics()] == [1, 1]
+    assert [row["exact/replans"] for row in run.metrics.read()] == [1, 1]
     again = load_model(run.policy_path).state_dict()
     assert all(torch.equal(again[name], other[name]) for name in again)
 

@@ -187,14 +187,14 @@ def test_ranks_that_went_apart_are_found() -> None:
 
 def test_an_onlooker_writes_nothing(tmp_path: Any) -> None:
     run = RunDirectory.create(tmp_path / "run", {"name": "x"}, {})
-    run.append_metrics({"step": 1})
+    run.metrics.append({"step": 1})
     onlooker = Onlooker.open(tmp_path / "run")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    onlooker.append_metrics({"step": 2})
-    onlooker.append_warm_start({"step": 2})
+    onlooker.metrics.append({"step": 2})
+    onlooker.warm_start.append({"step": 2})
     onlooker.write_rollouts(2, [])
-    onlooker.truncate_metrics(0)
-    onlooker.truncate_warm_start(-1)
+    onlooker.metrics.truncate(0)
+    onlooker.warm_start.truncate(-1)
     onlooker.rewind(0)
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
     run.close()

@@ -34,7 +34,7 @@ def test_a_run_that_overflows_goes_on_in_bf16_with_the_bits_of_any_run_from_ther
     train: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     run = train(*OVERFLOWS, "algorithm.reference={}")
-    rows, said = run.read_metrics(), capsys.readouterr().out
+    rows, said = run.metrics.read(), capsys.readouterr().out
     (fell,) = run.environment["fell_back"]
     at, good = fell["step"], fell["from_step"]
     first = next(row["step"] for row in rows if row["precision/overflows"])

@@ -431,16 +431,16 @@ def test_a_run_with_a_head_measures_itself_and_keeps_it_in_checkpoints(
 ) -> None:
     run = train(*QUICK, *FLOWRL, f"precision={precision}", f"optimizer.updates_per_batch={updates}", *more)
     skipped = 0.0
-    for row in run.read_metrics():
+    for row in run.metrics.read():
         skipped += row["precision/skipped"]  # fp16: these gradients are hundreds of times those of a clipped ratio
         assert [name for name, value in row.items() if not math.isfinite(value)] == []
         assert row["flowrl/nonfinite"] == row["reference/nonfinite"] == row["policy/nonfinite"] == 0
         assert row["optim/updates"] + skipped == updates * row["step"]  # all-equal rewards included
         assert row["flowrl/delta_abs_mean"] > 0
-    first, last = run.read_metrics()
+    first, last = run.metrics.read()
     assert (first["reference/kl"] == 0) == ("precision.reference=fp16" not in more)  # of the learner's own format
     assert last["reference/k3_kl"] > 0
-    checkpoint = load_checkpoint(run.checkpoint_path(0).parent)
+    checkpoint = load_checkpoint(run.checkpoints)
     assert checkpoint.more.keys() == {"partition", "reference"}
     stored = checkpoint.more["partition"]
     fresh = Flow(32, FlowRLConfig().partition, 0, torch.device("cpu")).weights

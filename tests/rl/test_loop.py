@@ -47,7 +47,7 @@ COMBINATIONS = [
 @pytest.mark.parametrize("scheme", ["mxfp8", "nvfp4", "int8", "int4-32"])
 def test_exact_kernels_hold_for_scaled_formats(train: Train, scheme: str) -> None:
     run = train(*QUICK, f"precision={{preset: {scheme}, kernels: exact, on_mismatch: stop}}")
-    for row in run.read_metrics():
+    for row in run.metrics.read():
         assert row["exact/mismatched_tokens"] == 0
         assert row["gap/abs_logp_diff_max"] == 0
 
@@ -61,7 +61,7 @@ def test_what_a_recipe_may_add_runs_and_measures_itself(train: Train, loss: str)
         "algorithm.correction={mode: truncate, level: token, truncate_at: 2, mask_negative_above: 1.0e-6}",
     )
     run = train(*QUICK, f"algorithm.loss={loss}", *extras, "precision=bf16", "precision.rollout=fp8")
-    for row in run.read_metrics():
+    for row in run.metrics.read():
         assert undeclared(row) == []
         assert [name for name, value in row.items() if not math.isfinite(value)] == []
         assert row["policy/entropy_bonus"] > 0
@@ -78,7 +78,7 @@ def test_every_choice_runs_and_measures_itself(
         f"precision={precision}",
         f"algorithm={{loss: {loss}, aggregation: {aggregation}, advantage: {kind}, correction: {corrected}}}",
     )
-    rows = run.read_metrics()
+    rows = run.metrics.read()
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
         assert undeclared(row) == []
@@ -142,7 +142,7 @@ def check_row_against_rollouts(row: dict[str, Any], rollouts: list[dict[str, Any
 def test_one_field_of_the_precision_shows_in_the_gap(train: Train) -> None:
     """Coarser keys and values, or logits, of one run: the learner keeps none of the cache, both share the logits."""
     fields = ((), ("precision.kv_cache=bf16",), ("precision.logits=bf16",))
-    plain, cache, logits = (train(*QUICK, "steps=1", "precision=fp32", *more).read_metrics()[0] for more in fields)
+    plain, cache, logits = (train(*QUICK, "steps=1", "precision=fp32", *more).metrics.read()[0] for more in fields)
     gap = "gap/abs_logp_diff_mean"
     assert plain[gap] < 1e-6
     assert cache[gap] > max(1e-5, 10 * plain[gap])
@@ -180,7 +180,7 @@ def test_a_run_that_ends_early_gives_back_the_room_that_it_held(
 
 
 def test_evaluation_comes_when_asked_and_at_the_end(train: Train) -> None:
-    rows = train(*QUICK, "steps=3", "evaluation.samples=0").read_metrics()
+    rows = train(*QUICK, "steps=3", "evaluation.samples=0").metrics.read()
     assert [row["step"] for row in rows if "eval/greedy_accuracy" in row] == [2, 3]
     assert not any("eval/avg_at_k" in row for row in rows)
 
@@ -188,12 +188,12 @@ def test_evaluation_comes_when_asked_and_at_the_end(train: Train) -> None:
 def test_rewards_that_are_all_equal_move_nothing_and_that_is_said(
     train: Train, finished: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    some = finished(*QUICK).read_metrics()
+    some = finished(*QUICK).metrics.read()
     assert [row["advantage/silent_steps"] for row in some] == [0, 0]
     capsys.readouterr()
     rows = train(
         *QUICK, "task.reward=exact", "warm_start=null", "optimizer.weight_decay=0.5", "evaluation=null"
-    ).read_metrics()
+    ).metrics.read()
     assert [row["advantage/silent_steps"] for row in rows] == [1, 2]
     assert capsys.readouterr().out.count("warning: no advantage in the first 2 steps") == 1
     assert [row["advantage/abs_max"] for row in rows] == [0, 0]
@@ -213,14 +213,14 @@ def test_a_correction_that_leaves_out_most_of_a_step_is_named_once(
     out = capsys.readouterr().out
     assert out.count("resumed after step 1 of 2") == 1
     assert "warning: the correction" not in out
-    rows = train(*QUICK, "algorithm.correction=geometric").read_metrics()  # fp32 on both sides: nothing is rejected
+    rows = train(*QUICK, "algorithm.correction=geometric").metrics.read()  # fp32 on both sides: nothing is rejected
     assert [row["correction/rejected_token_fraction"] for row in rows] == [0, 0]
     assert "warning: the correction" not in capsys.readouterr().out
 
 
 def test_a_skipped_step_does_not_make_a_new_policy(train: Train) -> None:
     run = train(*QUICK, "loss_scaling={initial: 1.0e+30, retries: 2}", "optimizer.updates_per_batch=1")
-    for row in run.read_metrics():
+    for row in run.metrics.read():
         assert (row["precision/skipped"], row["precision/overflows"], row["precision/retries"]) == (1, 3, 2)
         assert row["optim/updates"] == row["rollout/version"] == 0
         assert "optim/lr" not in row
@@ -274,7 +274,7 @@ def test_only_kept_prompts_are_trained_on(train: Train, monkeypatch: pytest.Monk
         "perfectible={samples: 2}",
         "rollout.prompts=6",
     )
-    assert load_checkpoint(run.checkpoint_path(0).parent).state["kept"] == [1, 2, 4]
+    assert load_checkpoint(run.checkpoints).state["kept"] == [1, 2, 4]
     task = build_task(make_config(run.config, "test").task, run.config["seed"])
     wanted = {task.split("train")[index].id for index in (1, 2, 4)}
     assert {row["problem_id"] for step in (1, 2) for row in run.read_rollouts(step)} == wanted

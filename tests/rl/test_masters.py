@@ -50,7 +50,7 @@ def test_exact_kernels_see_what_is_stored_and_flowrls_head_stays_fp32(train: Tra
     flowrl = ("algorithm={loss: flowrl, reference: {}, correction: token_tis}", "optimizer.updates_per_batch=1")
     exact = ("precision={preset: bf16, kernels: exact}", "optimizer.masters=bf16_kahan", "checkpoint.every=1")
     run = train(*SHORT, *exact, *flowrl, "warm_start=null", "steps=2")
-    for row in run.read_metrics():
+    for row in run.metrics.read():
         assert row["exact/mismatched_tokens"] == row["exact/update_mismatched_tokens"] == 0
     heads = [saved(run.path, step, "partition") for step in (1, 2)]
     assert any(not bool(is_on_grid(tensor, BF16).all()) for tensor in heads[1].values())

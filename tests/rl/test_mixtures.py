@@ -33,7 +33,7 @@ COARSE = "precision={train: fp32, rollout: e8m3}"  # three bits: its router and 
 
 @pytest.mark.parametrize("preset", ["bf16", "fp8-experts", "mxfp8-experts", "nvfp4-experts", "int4-32-experts"])
 def test_exact_kernels_have_no_flip(train: Train, preset: str) -> None:
-    for row in train(*MIXTURE, f"precision={{preset: {preset}, kernels: exact}}").read_metrics():
+    for row in train(*MIXTURE, f"precision={{preset: {preset}, kernels: exact}}").metrics.read():
         assert (row["gap/router_flips"], row["gap/equal_fraction"]) == (0, 1)
 
 
@@ -41,7 +41,7 @@ def test_a_coarse_rollout_flips_and_replay_narrows_the_gap(train: Train) -> None
     """First steps alone: the same completions. Of all that is different, flips are what replay takes away."""
     gaps = {}
     for replay in ("null", "ids", "weights"):
-        row = train(*MIXTURE, COARSE, f"rollout.replay_routing={replay}", "steps=1").read_metrics()[0]
+        row = train(*MIXTURE, COARSE, f"rollout.replay_routing={replay}", "steps=1").metrics.read()[0]
         gaps[replay] = (row["gap/router_flips"], row["gap/k3_kl"], row["length/mean"])
     assert min(flips for flips, _, _ in gaps.values()) > 0.02  # counted whether or not they are undone
     assert gaps["null"][2] == gaps["ids"][2] == gaps["weights"][2]
@@ -73,7 +73,7 @@ def test_a_dense_policy_has_no_experts_to_choose(parts_of: Any) -> None:
 
 def test_nvfp4_in_experts_alone_is_nearer_than_in_all_layers(train: Train) -> None:
     gaps = {
-        preset: train(*MIXTURE, f"precision={preset}", "steps=1").read_metrics()[0]["gap/abs_logp_diff_mean"]
+        preset: train(*MIXTURE, f"precision={preset}", "steps=1").metrics.read()[0]["gap/abs_logp_diff_mean"]
         for preset in ("bf16", "nvfp4-experts-rollout", "nvfp4-rollout")
     }
     assert gaps["bf16"] < gaps["nvfp4-experts-rollout"] < gaps["nvfp4-rollout"]
@@ -187,7 +187,7 @@ def test_the_recipes_of_a_30b_mixture_run_on_a_small_stand_in(name: str, tmp_pat
     quick = ("steps=1", "evaluation=null", "trackers=[]", "optimizer.warmup=0", f"run_dir={tmp_path / 'run'}")
     given = ("model.path=null", stand_in, "model.tokenizer=characters", TASK, *small, *quick)
     start(load_recipe(recipe, [*given, "rollout.dynamic.when_exhausted=continue"]))
-    (row,) = RunDirectory.open(tmp_path / "run").read_metrics()
+    (row,) = RunDirectory.open(tmp_path / "run").metrics.read()
     assert 0 < row["optim/grad_norm"] < float("inf")
     assert 0 <= row["gap/router_flips"] < 0.5
     assert row["precision/skipped"] == 0

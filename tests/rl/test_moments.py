@@ -38,7 +38,7 @@ def test_a_resumed_run_has_the_bits_of_one_left_alone(
     rows = {row["role"]: row["reason"] for row in run.environment["precision"]}
     assert rows["moments"].startswith(said)
     assert "Adam moments are the next line" in rows["master"]
-    assert run.read_metrics()[-1]["optim/updates"] == 8
+    assert run.metrics.read()[-1]["optim/updates"] == 8
     again = stopped(run.path, 2, tmp_path / "again")
     resume(again)
     assert "resumed after step 2" in capsys.readouterr().out
@@ -48,6 +48,6 @@ def test_a_resumed_run_has_the_bits_of_one_left_alone(
 def test_it_goes_with_adapters_flowrls_head_and_sampling_ahead(train: Callable[..., RunDirectory]) -> None:
     flowrl = ("algorithm.loss={kind: flowrl, partition_lr: 0.005}", "algorithm.reference={}")
     ahead = ("rollout.max_policy_lag=2", "precision=bf16", "optimizer.warmup=3")
-    rows = train(*WIDE, *SHORT, "model.lora={rank: 64, alpha: 64}", "steps=2", *flowrl, *ahead).read_metrics()
+    rows = train(*WIDE, *SHORT, "model.lora={rank: 64, alpha: 64}", "steps=2", *flowrl, *ahead).metrics.read()
     assert rows[-1]["optim/updates"] == 4
     assert [row["optim/lr"] for row in rows] == pytest.approx([2e-3 / 3, 1e-3])

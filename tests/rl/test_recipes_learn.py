@@ -154,7 +154,7 @@ def learn(
         more = (f"algorithm.reference.path={teacher.path}", *more)
     given = ("model.fresh=null", f"model.path={before.path}", "warm_start=null")
     after = run(recipe, tmp_path / f"{name}-{seed}", seed, MARGINS[name][0], *given, *more)
-    return before.read_metrics()[-1], after.read_metrics()
+    return before.metrics.read()[-1], after.metrics.read()
 
 
 @pytest.mark.slow
@@ -213,7 +213,7 @@ def completions(recipe: str, folder: Path, *overrides: str) -> tuple[Row, list[R
     fixed = ("trackers=[]", f"run_dir={folder}", "steps=1", "rollout.prompts=2", "evaluation=null")
     start(load_recipe(RECIPES / f"{recipe}.yaml", [*fixed, *overrides]))
     done = RunDirectory.open(folder)
-    return done.read_metrics()[0], done.read_rollouts(1)
+    return done.metrics.read()[0], done.read_rollouts(1)
 
 
 @pytest.mark.variants

@@ -146,8 +146,8 @@ def test_without_a_reference_there_is_no_role(
 def test_a_run_counts_refreshes_and_keeps_what_it_was_held_to(train: Callable[..., RunDirectory]) -> None:
     """First the policy after the warm start, then what it is at each refresh."""
     run = train(*QUICK, "algorithm.reference={refresh_every: 4}", "steps=5", "checkpoint={every: 1, keep: 6}")
-    rows: list[dict[str, Any]] = run.read_metrics()
-    folder = run.checkpoint_path(0).parent
+    rows: list[dict[str, Any]] = run.metrics.read()
+    folder = run.checkpoints
     held_to, taken_at, refreshes = 0, 0, 0  # version and step of what is the reference now
     for row in rows:
         step = row["step"]

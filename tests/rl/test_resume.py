@@ -256,7 +256,7 @@ def test_one_writer_at_a_time_and_ctrl_c_says_how_to_go_on(
     assert error == f"mantissa: error: interrupted; continue with: mantissa train --resume {run}\n"
     done = RunDirectory.open(run)
     assert done.checkpoint_steps()[-1] >= 1
-    assert len(done.read_metrics()) >= 2
+    assert len(done.metrics.read()) >= 2
 
 
 def test_a_resume_keeps_the_bf16_that_the_run_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

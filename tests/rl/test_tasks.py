@@ -37,7 +37,7 @@ def test_a_plain_file_with_math_verify(train: Train, tmp_path: Path, capsys: pyt
     run = train(f"task={task}", *TWO_STEPS, *BYTES)
     screen = " ".join(capsys.readouterr().out.split())
     assert "sums.jsonl: 30 rows, 30 problems, 0 duplicates" in screen
-    rows = run.read_metrics()
+    rows = run.metrics.read()
     assert rows[0]["reward/no_answer_fraction"] == 1
     assert "no completion of the first step has an answer" in screen
     assert run.environment["verdicts"] is True
@@ -91,13 +91,13 @@ def test_the_dapo_schema_needs_a_chat_template_and_then_runs(
     save_model(model, tokenizer, tmp_path / "model")
     run = train(task, *TWO_STEPS, f"model={{path: {tmp_path / 'model'}}}")
     assert run.read_rollouts(2)[0]["reward"] == -1  # DAPO's rule: 1 or -1
-    assert [row["reward/mean"] for row in run.read_metrics()] == [-1, -1]
+    assert [row["reward/mean"] for row in run.metrics.read()] == [-1, -1]
 
 
 @pytest.mark.shared_data
 def test_two_steps_on_math500(train: Train, shared_data: Path) -> None:
     task = f"task={{kind: dataset, files: {shared_data / 'math500.parquet'}, verifier: math_verify, limit: 12}}"
-    rows = train(task, *TWO_STEPS, *BYTES).read_metrics()
+    rows = train(task, *TWO_STEPS, *BYTES).metrics.read()
     assert [row["reward/accuracy"] for row in rows] == [0, 0]
     assert [row["reward/verifier_errors"] for row in rows] == [0, 0]
 
@@ -135,7 +135,7 @@ def test_every_logged_reward_is_the_weighted_sum_of_its_completion(small: dict[s
     start(make_config(small | {"task": task, "steps": 2, "run_dir": str(tmp_path / "run"), "warm_start": None}, "test"))
     run = RunDirectory.open(tmp_path / "run")
     errors = 0
-    for metrics in run.read_metrics():
+    for metrics in run.metrics.read():
         rows = run.read_rollouts(metrics["step"])
         good = [row for row in rows if not row["completion"].endswith("7")]
         for row in rows:
@@ -173,7 +173,7 @@ CODE = {"kind": "code", "variables": 1, "train_size": 60, "heldout_size": 8, "wa
 def test_the_code_task_runs_and_the_run_records_its_isolation(small: dict[str, Any], tmp_path: Path) -> None:
     start(make_config(small | {"task": CODE, "steps": 1, "run_dir": str(tmp_path / "run")}, "test"))
     run = RunDirectory.open(tmp_path / "run")
-    (metrics,) = run.read_metrics()
+    (metrics,) = run.metrics.read()
     assert metrics["reward/verifier_errors"] == 0
     assert metrics["reward_part/passed"] >= metrics["reward/accuracy"]
     (note,) = json.loads((tmp_path / "run" / "environment.json").read_text())["grading"]

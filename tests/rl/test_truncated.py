@@ -115,7 +115,7 @@ def test_logits_in_parts_have_their_own_supports(made: Callable[..., Parts], mon
 )
 def test_exact_kernels_give_both_sides_the_same_bits(train: Train, more: tuple[str, ...]) -> None:
     quick = ("steps=2", "warm_start.steps=6", "warm_start.evaluate_every=6", "task.reward=prefix", "evaluation=null")
-    for row in train(*quick, "precision.kernels=exact", *more).read_metrics():
+    for row in train(*quick, "precision.kernels=exact", *more).metrics.read():
         assert row["exact/mismatched_tokens"] == row["exact/update_mismatched_tokens"] == 0
         assert row["exact/misdrawn_tokens"] == 0
         assert row["exact/checked_tokens"] > 50
@@ -202,8 +202,8 @@ def test_what_cannot_keep_the_supports_is_refused_with_the_size_of_the_bias() ->
 def test_ignoring_the_supports_is_off_by_the_kept_mass(train: Train) -> None:
     """The same first batch, with the bias in the gap; and where it cannot be, it is refused."""
     quick = ("steps=1", "warm_start.steps=6", "warm_start.evaluate_every=6", "precision=fp32", "evaluation=null")
-    (kept,) = train(*quick, NUCLEUS).read_metrics()
-    (ignored,) = train(*quick, NUCLEUS, "rollout.support=ignored").read_metrics()
+    (kept,) = train(*quick, NUCLEUS).metrics.read()
+    (ignored,) = train(*quick, NUCLEUS, "rollout.support=ignored").metrics.read()
     assert abs(kept["gap/kl"]) < 1e-6
     assert abs(ignored["gap/kl"] + kept["support/log_mass"]) < 1e-6
     assert "support/log_mass" not in ignored

@@ -99,7 +99,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def test_each_policy_measures_itself_and_the_first_stage_moves_one(finished: RunDirectory) -> None:
-    rows, theirs = finished.read_metrics(), inner(finished).read_metrics()
+    rows, theirs = finished.metrics.read(), inner(finished).metrics.read()
     for row in (*rows, *theirs):
         assert undeclared(row) == []
         assert all(math.isfinite(value) for value in row.values())
@@ -121,8 +121,8 @@ def test_each_policy_measures_itself_and_the_first_stage_moves_one(finished: Run
         assert len(said) == 8  # one round
     assert (finished.path / "policy" / "model.safetensors").is_file()
     assert (finished.path / "feedback" / "policy" / "model.safetensors").is_file()
-    assert finished.read_warm_start()
-    assert inner(finished).read_warm_start()
+    assert finished.warm_start.read()
+    assert inner(finished).warm_start.read()
 
 
 @pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.variants), 2])
@@ -160,7 +160,7 @@ def test_an_overflow_in_one_leaves_the_others_step_alone(calm: RunDirectory, tmp
     other = "waltz.feedback.loss_scaling=null"  # the default's, whatever the other has
     given = [scaling, other] if who == "conversation" else [f"waltz.feedback.{scaling}"]
     run = train(tmp_path / "run", *BORN, *given)
-    (row,), (theirs,) = run.read_metrics(), inner(run).read_metrics()
+    (row,), (theirs,) = run.metrics.read(), inner(run).metrics.read()
     hurt, whole = (theirs, row) if who == "feedback" else (row, theirs)
     assert (hurt["precision/skipped"], hurt["precision/overflows"], hurt["optim/updates"]) == (1, 1, 0)
     assert (whole["precision/skipped"], whole["precision/overflows"], whole["optim/updates"]) == (0, 0, 1)
@@ -310,7 +310,7 @@ def test_every_precision_runs_for_either_role(tmp_path: Path, overrides: tuple[s
     mine = configure(*overrides)
     for prefix, config in (("", mine), ("feedback ", feedback_config(mine))):
         assert roles[f"{prefix}learner"].startswith(config.precision.train)
-    for row in (*run.read_metrics(), *inner(run).read_metrics()):
+    for row in (*run.metrics.read(), *inner(run).metrics.read()):
         assert undeclared(row) == []
         if "exact" in str(overrides):
             assert row["gap/abs_logp_diff_max"] == row["exact/mismatched_tokens"] == 0
@@ -339,7 +339,7 @@ def test_adapters_of_both_policies_have_one_base(finished: RunDirectory, tmp_pat
 
 
 def test_a_report_shows_both(finished: RunDirectory, calm: RunDirectory) -> None:
-    logged = [[row | {"gap/abs_logp_diff_mean": 0.0} for row in run.read_metrics()] for run in (calm, inner(calm))]
+    logged = [[row | {"gap/abs_logp_diff_mean": 0.0} for row in run.metrics.read()] for run in (calm, inner(calm))]
     notes = [plot.note for plot in _of_both(*logged)]
     assert "Exactly 0 in every step: conversation, feedback." in notes  # as where products do not depend on the batch
     page = build_report(finished).read_text()

@@ -112,7 +112,7 @@ def make_run(tmp_path: Path) -> Iterator[MakeRun]:
             for update in range(0, 121, 20):
                 accuracy = 0.28 / (1 + math.exp((80 - update) / 8))
                 loss = 2.3 * math.exp(-update / 80)
-                run.append_warm_start({"step": update, "warm_start/loss": loss, "warm_start/accuracy": accuracy})
+                run.warm_start.append({"step": update, "warm_start/loss": loss, "warm_start/accuracy": accuracy})
         write_rows(run.path, [metrics_row(step, steps, gap, generator) for step in range(1, steps + 1)])
         for step in range(max(1, steps - 2), steps + 1) if rollouts else ():
             run.write_rollouts(step, rollout_rows(step, gap, generator))

@@ -39,16 +39,16 @@ def test_a_new_run_holds_what_it_was_given(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "deep" / "run", CONFIG, {"device": "cpu"}) as run:
         assert yaml.safe_load((run.path / "config.yaml").read_text()) == CONFIG
         assert json.loads((run.path / "environment.json").read_text()) == {"device": "cpu"}
-        run.append_metrics({"step": 1, "policy/loss": 0.25})
-        run.append_metrics({"step": 2, "policy/loss": math.nan})
-        run.append_warm_start({"step": 10, "warm_start/loss": 2.0, "warm_start/accuracy": None})
+        run.metrics.append({"step": 1, "policy/loss": 0.25})
+        run.metrics.append({"step": 2, "policy/loss": math.nan})
+        run.warm_start.append({"step": 10, "warm_start/loss": 2.0, "warm_start/accuracy": None})
     reader = RunDirectory.open(tmp_path / "deep" / "run")
     assert reader.config == CONFIG
     assert reader.environment == {"device": "cpu"}
-    first, second = reader.read_metrics()
+    first, second = reader.metrics.read()
     assert first == {"step": 1, "policy/loss": 0.25}
     assert math.isnan(second["policy/loss"])
-    assert reader.read_warm_start() == [{"step": 10, "warm_start/loss": 2.0, "warm_start/accuracy": None}]
+    assert reader.warm_start.read() == [{"step": 10, "warm_start/loss": 2.0, "warm_start/accuracy": None}]
 
 
 def test_what_a_killed_create_leaves_is_no_obstacle(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_one_writer_at_a_time_and_a_killed_one_does_not_count(tmp_path: Path) ->
 import sys, time
 from mantissa.runs.directory import RunDirectory
 run = RunDirectory.create(sys.argv[1], {"steps": 3}, {})
-run.append_metrics({"step": 1})
+run.metrics.append({"step": 1})
 print("holding", flush=True)
 time.sleep(60)
 """
@@ -108,21 +108,21 @@ time.sleep(60)
         assert child.stdout.readline() == b"holding\n"
         with pytest.raises(MantissaError, match=f"is being written by process {child.pid} on .*; wait for it, stop it"):
             RunDirectory.open(path, write=True)
-        assert RunDirectory.open(path).read_metrics() == [{"step": 1}], "readers need no lock"
+        assert RunDirectory.open(path).metrics.read() == [{"step": 1}], "readers need no lock"
         child.send_signal(signal.SIGKILL)
     with RunDirectory.open(path, write=True) as run:
-        run.append_metrics({"step": 2})
+        run.metrics.append({"step": 2})
         with pytest.raises(MantissaError, match="is being written by"):
             RunDirectory.open(path, write=True)
-    assert len(run.read_metrics()) == 2
+    assert len(run.metrics.read()) == 2
 
 
 def test_a_reader_cannot_write(tmp_path: Path) -> None:
     RunDirectory.create(tmp_path / "run", CONFIG, {}).close()
     reader = RunDirectory.open(tmp_path / "run")
     for write in (
-        lambda: reader.append_metrics({"step": 1}),
-        lambda: reader.truncate_metrics(0),
+        lambda: reader.metrics.append({"step": 1}),
+        lambda: reader.metrics.truncate(0),
         lambda: reader.write_rollouts(1, [a_rollout(1)]),
         lambda: reader.record_resume(1, {}),
     ):
@@ -163,24 +163,24 @@ def test_rollouts_come_back(tmp_path: Path) -> None:
 def test_rewind_forgets_what_came_after_a_checkpoint(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "run", CONFIG, {}) as run:
         for step in range(1, 6):
-            run.append_metrics({"step": step})
+            run.metrics.append({"step": step})
             run.write_rollouts(step, [a_rollout(step)])
         run.rewind(3)
-        assert [row["step"] for row in run.read_metrics()] == [1, 2, 3]
+        assert [row["step"] for row in run.metrics.read()] == [1, 2, 3]
         assert run.rollout_steps() == [1, 2, 3]
-        run.append_metrics({"step": 4})
-        run.append_warm_start({"step": 1})
-        run.truncate_warm_start(-1)
-        assert run.read_warm_start() == []
+        run.metrics.append({"step": 4})
+        run.warm_start.append({"step": 1})
+        run.warm_start.truncate(-1)
+        assert run.warm_start.read() == []
 
 
 def test_checkpoints_count_only_when_whole(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "run", CONFIG, {}) as run:
         for step in (20, 3):
-            run.checkpoint_path(step).mkdir()
-            (run.checkpoint_path(step) / "state.json").touch()
-        run.checkpoint_path(25).mkdir()
-        temporary_beside(run.checkpoint_path(30)).mkdir()
+            (run.checkpoints / f"step-{step}").mkdir()
+            (run.checkpoints / f"step-{step}" / "state.json").touch()
+        (run.checkpoints / "step-25").mkdir()
+        temporary_beside(run.checkpoints / "step-30").mkdir()
         assert run.checkpoint_steps() == [3, 20]
     with RunDirectory.open(run.path, write=True):
         assert sorted(p.name for p in (run.path / "checkpoints").iterdir()) == ["step-20", "step-25", "step-3"], (
@@ -274,7 +274,7 @@ def test_a_link_that_comes_while_a_run_is_written(tmp_path: Path) -> None:
         (run.path / "rollouts").rmdir()
         (run.path / "rollouts").symlink_to(other)
         for write in (
-            lambda: run.append_metrics({"step": 1}), lambda: run.write_rollouts(1, [a_rollout(1)]),
+            lambda: run.metrics.append({"step": 1}), lambda: run.write_rollouts(1, [a_rollout(1)]),
             lambda: run.rewind(1) if (run.path / "metrics.jsonl").unlink() is None else None,
         ):  # fmt: skip
             with pytest.raises(MantissaError, match="is a link"):
@@ -286,8 +286,8 @@ def test_a_link_to_a_runs_own_folder_is_as_good_as_its_name(tmp_path: Path) -> N
     RunDirectory.create(tmp_path / "run", CONFIG, {}).close()
     (tmp_path / "latest").symlink_to("run")
     with RunDirectory.open(tmp_path / "latest", write=True) as run:
-        run.append_metrics({"step": 1})
-    assert RunDirectory.open(tmp_path / "run").read_metrics() == [{"step": 1}]
+        run.metrics.append({"step": 1})
+    assert RunDirectory.open(tmp_path / "run").metrics.read() == [{"step": 1}]
 
 
 @pytest.mark.parametrize(

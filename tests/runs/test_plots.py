@@ -196,7 +196,7 @@ def test_without_data_there_is_a_sentence_and_a_single_step_is_visible(make_run)
     for plot in every_plot([], [], []):
         assert plot.svg == ""
         assert plot.note.endswith(".")
-    rows = make_run(steps=1, rollouts=False).read_metrics()
+    rows = make_run(steps=1, rollouts=False).metrics.read()
     for draw in (plots.gap, plots.scaling, plots.entropy, plots.length):
         plot = draw(rows)
         assert len(list(parse(plot).iter(f"{SVG}use"))) >= 1, plot.title

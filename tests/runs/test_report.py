@@ -24,10 +24,10 @@ def report(run: RunDirectory) -> tuple[Page, str]:
 
 def with_rows(run: RunDirectory, change: Any) -> RunDirectory:
     """The run with its rows made anew by ``change``."""
-    rows = run.read_metrics()
-    run.truncate_metrics(0)
+    rows = run.metrics.read()
+    run.metrics.truncate(0)
     for row in rows:
-        run.append_metrics(row | change(row))
+        run.metrics.append(row | change(row))
     return run
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from mantissa.tasks import Problem, TaskConfig, build_task
+from mantissa.tasks.datasets import DatasetSummary, read_problems
 
 SECTION: TypeAdapter[Any] = TypeAdapter(TaskConfig)
 SPLITS = ("train", "heldout", "warm_start")
@@ -26,3 +27,9 @@ def made(kind: str, seed: int = 0, **fields: Any) -> Any:
 
 def everything(task: Any) -> list[Problem]:
     return [problem for split in SPLITS for problem in task.split(split)]
+
+
+def problems_in(files: Any, **options: Any) -> tuple[list[Problem], DatasetSummary]:
+    """The problems that are read of files, in order, and the account of them."""
+    problems, summary = read_problems(files, **options)
+    return list(problems.values()), summary

@@ -10,25 +10,31 @@ from pathlib import Path
 from typing import Any
 
 
+def _read(path: Path) -> str:
+    """A file of the kernel's on a process, or nothing where that has ended meanwhile."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
 def alive(pid: int) -> bool:
     """Whether it runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[:1] not in ([], ["Z"])
 
 
 def children(pid: int) -> list[int]:
     """The living processes that ``pid`` started, oldest first."""
     of_threads = Path(f"/proc/{pid}/task").glob("*/children")
-    return sorted(child for each in of_threads for child in map(int, each.read_text().split()) if alive(child))
+    return sorted(child for each in of_threads for child in map(int, _read(each).split()) if alive(child))
 
 
 def descendants(pid: int) -> dict[int, str]:
     """The living processes that ``pid`` started, and those that they started; by their names."""
     found: dict[int, str] = {}
     for child in children(pid):
-        found |= {child: Path(f"/proc/{child}/comm").read_text().strip()} | descendants(child)
+        if name := _read(Path(f"/proc/{child}/comm")).strip():
+            found |= {child: name} | descendants(child)
     return found
 
 

@@ -51,7 +51,7 @@ def configure(*overrides: str) -> RunConfig:
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
     """A run's metrics less what the clock says."""
-    return [deterministic(row) for row in RunDirectory.open(path).read_metrics()]
+    return [deterministic(row) for row in RunDirectory.open(path).metrics.read()]
 
 
 def contents(folder: Path) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def contents(folder: Path) -> dict[str, Any]:
     files += [*folder.glob("adapter/*.safetensors"), folder / "config.yaml", *folder.glob("guard.json*")]
     return {
         "metrics": rows_of(folder),
-        "warm start": run.read_warm_start(),
+        "warm start": run.warm_start.read(),
         "rollouts": {step: run.read_rollouts(step) for step in run.rollout_steps()},
         "fell back": run.environment.get("fell_back"),
         "leftovers": [str(path) for path in folder.rglob(".*.tmp")],

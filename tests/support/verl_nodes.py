@@ -1,6 +1,8 @@
 """A Ray of two nodes on this machine for verl jobs, each node a process group that can be switched off.
 
-Ray listens on every interface, so every process of it has a token of its own.
+Ray listens on every interface, so every process of it has a token of its own. verl's TransferQueue asks a storage unit
+that is gone with its node three times, for 200 s each unless it is told otherwise: a job would live on for a quarter of
+an hour.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class Nodes:
         self.folder = Path(f"/tmp/mverl-{os.getpid()}-{secrets.token_hex(2)}")  # Ray's sockets need a short path
         self.folder.mkdir()
         self.token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_GRAFANA_HOST": ""}
-        self.environment = job_environment(self.folder / "unused", uuid.uuid4().hex, self.token)
+        variables = {**self.token, "TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT": "15"}
+        self.environment = job_environment(self.folder / "unused", uuid.uuid4().hex, variables)
         self.environment.pop("VERL_FILE_LOGGER_PATH")  # one for all jobs of a Ray: each names its own by its keys
         self.address = f"{HEAD}:{free_port()}"
         self.head = self._start(

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mantissa.base.errors import MantissaError
-from mantissa.tasks import Grader, Problem, read_problems, rewards, verifier_named
+from mantissa.tasks import Grader, Problem, rewards, verifier_named
 from mantissa.tasks.rewards import (
     Dapo,
     MathVerify,
@@ -23,6 +23,7 @@ from mantissa.tasks.rewards import (
     plain_number,
     stated_answer,
 )
+from problems import problems_in
 
 
 @pytest.mark.parametrize(
@@ -244,7 +245,7 @@ REAL_SETS = {"aime24": 30, "amc23": 83, "math500": 500, "math_sanity_1460": 1460
 @pytest.mark.shared_data
 @pytest.mark.parametrize("name", REAL_SETS)
 def test_real_ground_truths_verify_against_themselves_and_no_others(shared_data: Path, name: str) -> None:
-    problems, summary = read_problems([shared_data / f"{name}.parquet"])
+    problems, summary = problems_in([shared_data / f"{name}.parquet"])
     assert (summary.rows, summary.problems, summary.duplicates, summary.bad_rows) == (REAL_SETS[name],) * 2 + (0, ())
     # The library alone, without our shortcut for equal texts.
     assert all(math_equal(p.answer, f"Hence \\boxed{{{p.answer}}}.") for p in problems)

@@ -19,9 +19,9 @@ import pytest
 from mantissa.base.errors import MantissaError
 from mantissa.cli import data as dapo_data
 from mantissa.cli.data import CONFLICTING, EMPTY, REPEATED, UNREACHABLE, UNREADABLE, prepare_dapo
-from mantissa.tasks import Message, read_problems
+from mantissa.tasks import Message
 from mantissa.tasks.datasets import DEFAULT_TEMPLATE, Columns, DatasetTask
-from problems import made
+from problems import made, problems_in
 
 
 def row(index: int, answer: Any = None, **changes: Any) -> dict[str, Any]:
@@ -53,27 +53,27 @@ def test_a_dapo_file_that_repeats_itself(tmp_path: Path) -> None:
     table = pa.concat_tables([pa.Table.from_pylist([row(i) for i in range(40)])] * 10)
     path = tmp_path / "dapo.parquet"
     pq.write_table(table, path, row_group_size=150)
-    problems, summary = read_problems([path])
+    problems, summary = problems_in([path])
     assert "400 rows, 40 problems, 360 duplicates dropped (0 with another answer), 0 unreadable" in summary.describe()
     assert [p.answer for p in problems] == [str(2 * i) for i in range(40)]
     assert problems[3].prompt == (Message("user", "What is 3 + 3?"),)
     assert {p.source for p in problems} == {"math_dapo"}
     assert len({p.id for p in problems}) == 40
     text = jsonl(tmp_path / "dapo.jsonl", [row(i) for i in range(40)])
-    assert read_problems([text])[0] == problems
+    assert problems_in([text])[0] == problems
 
 
 def test_duplicates_with_another_answer_are_counted_and_the_first_kept(tmp_path: Path) -> None:
     rows = [row(1), row(1, "2.0"), row(1, "3"), row(2), row(1, " 3 ")]
     rows.append(row(2, prompt=[{"role": "user", "content": " What is 2  +\n2?"}]))
-    problems, summary = read_problems([jsonl(tmp_path / "d.jsonl", rows)])
+    problems, summary = problems_in([jsonl(tmp_path / "d.jsonl", rows)])
     assert [p.answer for p in problems] == ["2", "4"]
     assert (summary.rows, summary.duplicates, summary.conflicting) == (6, 4, 2)  # 2.0 agrees with 2; 3 does not
 
 
 def test_several_files_of_either_kind_are_one_dataset(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(plain(15)), tmp_path / "b.parquet")
-    problems, summary = read_problems([jsonl(tmp_path / "a.jsonl", plain(10)), tmp_path / "b.parquet"])
+    problems, summary = problems_in([jsonl(tmp_path / "a.jsonl", plain(10)), tmp_path / "b.parquet"])
     assert (summary.rows, summary.problems, summary.duplicates) == (25, 15, 10)
     assert [p.source for p in problems] == ["a"] * 10 + ["b"] * 5
 
@@ -87,7 +87,7 @@ def test_several_files_of_either_kind_are_one_dataset(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_answers_of_any_type_become_text(tmp_path: Path, raw: Any, answer: str) -> None:
     path = jsonl(tmp_path / "d.jsonl", [{"question": "q", "answer": raw, "extra": 1}])
-    assert read_problems([path])[0][0].answer == answer
+    assert problems_in([path])[0][0].answer == answer
 
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
@@ -120,7 +120,7 @@ def test_data_as_people_have_it(tmp_path: Path, ending: str, columns: dict[str, 
         pq.write_table(pa.Table.from_pylist([columns]), path)
     else:
         path.write_text(json.dumps(columns if ending == "jsonl" else [columns]))
-    (problem,) = read_problems([path])[0]
+    (problem,) = problems_in([path])[0]
     assert (problem.prompt, problem.answer, problem.row) == (prompt, "2", {})
 
 
@@ -132,10 +132,10 @@ def test_columns_have_the_names_that_the_recipe_gives(tmp_path: Path, ending: st
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:
         jsonl(path, rows)
-    (problem,) = read_problems([path], columns=Columns(problem="task", answer="gold"), template="{problem}")[0]
+    (problem,) = problems_in([path], columns=Columns(problem="task", answer="gold"), template="{problem}")[0]
     assert (problem.prompt, problem.answer) == ("1 + 1?", "2")
     with pytest.raises(MantissaError, match=r"task\.columns names right; its columns are task, gold, problem"):
-        read_problems([path], columns=Columns(problem="task", answer="right"))
+        problems_in([path], columns=Columns(problem="task", answer="right"))
     with pytest.raises(ValueError, match="columns does nothing for row_schema dapo"):
         task([path], columns={"problem": "task", "answer": "gold"}, row_schema="dapo")
 
@@ -160,7 +160,7 @@ def test_a_reward_function_gets_the_rows_other_columns(tmp_path: Path) -> None:
 )
 def test_a_chat_or_a_solution_that_cannot_be_read_is_named(tmp_path: Path, row: dict[str, Any], why: str) -> None:
     with pytest.raises(MantissaError) as caught:
-        read_problems([jsonl(tmp_path / "d.jsonl", [row])])
+        problems_in([jsonl(tmp_path / "d.jsonl", [row])])
     assert f"row 1: {why}" in str(caught.value)
 
 
@@ -169,9 +169,9 @@ def test_a_json_file_is_a_list_of_objects(tmp_path: Path) -> None:
     for text, said in (('{"a": 1}', "expected a list of objects, found dict"), ("{}\n{}", "objects one a line")):
         path.write_text(text)
         with pytest.raises(MantissaError, match=said):
-            read_problems([path])
+            problems_in([path])
     path.write_text('[{"prompt": "1?", "answer": 1}, 3]')
-    assert "row 2: expected a JSON object, found int" in read_problems([path], on_bad_row="skip")[1].describe()
+    assert "row 2: expected a JSON object, found int" in problems_in([path], on_bad_row="skip")[1].describe()
 
 
 @pytest.mark.parametrize("count", [2, 5, 12])
@@ -187,7 +187,7 @@ def test_templates(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "d.jsonl", [{"problem": " Is \\boxed{x} {problem}? ", "answer": "1"}])
 
     def prompt(**options: Any) -> Any:
-        return read_problems([path], **options)[0][0].prompt
+        return problems_in([path], **options)[0][0].prompt
 
     assert prompt() == DEFAULT_TEMPLATE.replace("{problem}", "Is \\boxed{x} {problem}?")
     assert prompt(template="Q: {problem}\nA: {") == "Q: Is \\boxed{x} {problem}?\nA: {"
@@ -197,7 +197,7 @@ def test_templates(tmp_path: Path) -> None:
     dapo = jsonl(tmp_path / "dapo.jsonl", [row(1)])
     for options in ({"template": "{problem}"}, {"chat": True}):
         with pytest.raises(MantissaError, match="where template and chat do nothing"):
-            read_problems([dapo], **options)  # type: ignore[arg-type]
+            problems_in([dapo], **options)  # type: ignore[arg-type]
 
 
 BAD_ROWS: list[tuple[Any, str]] = [
@@ -229,11 +229,11 @@ BAD_DAPO_ROWS: list[tuple[Any, str]] = [
 def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, bad: list[tuple[Any, str]], good: list[Any]) -> None:
     path = jsonl(tmp_path / "d.jsonl", [good[0], "", *(each for each, _ in bad), good[1]])  # the blank line is line 2
     with pytest.raises(MantissaError) as caught:
-        read_problems([path])
+        problems_in([path])
     assert str(caught.value).startswith(f"dataset {path}, row 3: {bad[0][1]}")
     assert f"(and {len(bad) - 1} more such rows); mend the file, or set on_bad_row: skip" in str(caught.value)
     assert "\n" not in str(caught.value)
-    problems, summary = read_problems([path], on_bad_row="skip")
+    problems, summary = problems_in([path], on_bad_row="skip")
     assert [found.row for found in summary.bad_rows] == list(range(3, 3 + len(bad)))
     for found, (_, why) in zip(summary.bad_rows, bad, strict=True):
         assert found.why.startswith(why)
@@ -244,10 +244,10 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, bad: list[tuple[Any,
 def test_bytes_that_are_no_utf8_and_null_in_parquet(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_bytes(b'{"problem": "q", "answer": "1"}\n{"problem": "\xff", "answer": "1"}\n')
-    assert [b.row for b in read_problems([path], on_bad_row="skip")[1].bad_rows] == [2]
+    assert [b.row for b in problems_in([path], on_bad_row="skip")[1].bad_rows] == [2]
     path = tmp_path / "d.parquet"
     pq.write_table(pa.table({"problem": ["a", None, "c"], "answer": [1.0, 2.0, float("inf")]}), path)
-    problems, summary = read_problems([path], on_bad_row="skip")
+    problems, summary = problems_in([path], on_bad_row="skip")
     assert [p.answer for p in problems] == ["1"]
     assert [(b.row, b.why) for b in summary.bad_rows] == [
         (2, "'problem' is missing or null: expected text"),
@@ -258,7 +258,7 @@ def test_bytes_that_are_no_utf8_and_null_in_parquet(tmp_path: Path) -> None:
 def test_files_that_are_no_dataset(tmp_path: Path) -> None:
     def message(name: str, **options: Any) -> str:
         with pytest.raises(MantissaError) as caught:
-            read_problems([tmp_path / name], **options)
+            problems_in([tmp_path / name], **options)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
@@ -390,7 +390,7 @@ def test_random_rows_against_a_dictionary(tmp_path: Path, monkeypatch: pytest.Mo
     assert counts(account) == {REPEATED: 600 - len(order), CONFLICTING: len(order) - len(agreed)}
     written = pq.read_table(tmp_path / "out.parquet").to_pylist()
     assert [r["extra_info"]["index"] for r in written] == [f"id-{index}" for index in agreed]
-    problems, summary = read_problems([tmp_path / "out.parquet"])
+    problems, summary = problems_in([tmp_path / "out.parquet"])
     assert (summary.duplicates, summary.conflicting, summary.bad_rows) == (0, 0, ())
     assert len(problems) == account.kept == len(agreed)
 
@@ -403,7 +403,7 @@ def test_plain_rows_become_prompts_that_ask_for_what_the_verifier_reads(tmp_path
     rows = [{"question": f" What is {{{i}}} squared? ", "answer": f"so #### {i * i}"} for i in range(5)]
     out = tmp_path / "out.parquet"
     prepare_dapo([jsonl(tmp_path / "plain.jsonl", rows)], out, verifier=verifier)
-    problems, _ = read_problems([out])
+    problems, _ = problems_in([out])
     assert [p.answer for p in problems] == [str(i * i) for i in range(5)]
     (message,) = problems[2].prompt
     assert isinstance(message, Message)
@@ -480,8 +480,8 @@ def test_a_list_of_one_answer_is_that_answer_and_a_list_of_more_is_left_out_and_
     rows = [{"problem": "1 + 1", "answer": ["2"]}, {"problem": "2 + 2", "answer": ["4", "four"]},
             {"problem": "0", "answer": []}, {"problem": "3", "answer": [3.0]}]  # fmt: skip
     path.write_text("\n".join(map(json.dumps, rows)))
-    problems, summary = read_problems([path], on_bad_row="skip")
+    problems, summary = problems_in([path], on_bad_row="skip")
     assert [problem.answer for problem in problems] == ["2", "3"]
     assert [bad.row for bad in summary.bad_rows] == [2, 3]
     with pytest.raises(MantissaError, match=r"a list of 2 answers: expected one .*set on_bad_row: skip"):
-        read_problems([path])
+        problems_in([path])

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from mantissa.base import jail
 from mantissa.base.errors import MantissaError
 from mantissa.base.jail import CHECKED, SYSCALLS, filter_program
 from mantissa.tasks.sandbox import run as sandbox
-from mantissa.tasks.sandbox.run import Isolation, Limits, Outcome, Sandbox
+from mantissa.tasks.sandbox.run import PROGRAM, Isolation, Outcome, Sandbox
 from processes import alive, descendants, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is 
 
 @pytest.fixture(scope="module")
 def box() -> Iterator[Sandbox]:
-    with_limits = Sandbox(Limits(wall_s=1.5, cpu_s=1, memory_bytes=256 * 2**20, output_bytes=2**16))
+    with_limits = Sandbox(replace(PROGRAM, wall_s=1.5, cpu_s=1, output_bytes=2**16))
     yield with_limits
     with_limits.close()
 
@@ -318,7 +319,7 @@ def weaker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         script = tmp_path / "weak.py"
         script.write_text(WEAK_JAIL.format(folder=str(tmp_path), layers=layers))
         monkeypatch.setattr(sandbox, "_JAIL", script)
-        made.append(Weaker(Limits(wall_s=1.5, cpu_s=1)))
+        made.append(Weaker(replace(PROGRAM, wall_s=1.5, cpu_s=1)))
         return made[-1]
 
     yield make
@@ -355,7 +356,9 @@ def test_with_every_layer_gone_no_program_is_run(weaker: Any, tmp_path: Path) ->
     with pytest.raises(NothingHoldsError):
         weaker().probe()
     # nor by a sandbox that is not the rig's own
-    assert Sandbox(Limits(wall_s=1.5)).run(source, "f", [[str(tmp_path / "made")]]) == Outcome("sandbox lost", ())
+    assert Sandbox(replace(PROGRAM, wall_s=1.5)).run(source, "f", [[str(tmp_path / "made")]]) == Outcome(
+        "sandbox lost", ()
+    )
     assert not (tmp_path / "made").exists()
     try:
         assert weaker("processes").run(source, "f", [[str(tmp_path / "made")]]).outputs == ({"value": 1},)
@@ -379,7 +382,7 @@ def test_orphans_die_without_namespaces_and_filter(weaker: Any) -> None:
 def test_a_lost_server_is_replaced_and_a_broken_one_is_an_error(
     box: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    one = Sandbox(Limits(wall_s=0.3))
+    one = Sandbox(replace(PROGRAM, wall_s=0.3))
     one.run("def f(): return 1", "f", [[]])
     assert one._process is not None
     one._process.kill()

@@ -9,7 +9,7 @@ from torch import nn
 from mantissa.kernels import NativeKernels, SimulatedKernels
 from mantissa.precision import FP16, FP32
 from mantissa.training import flushed_fraction, gradients_of, where_nonfinite
-from mantissa.training.gradients import Nonfinite, Seen
+from mantissa.training.nonfinite import NonfiniteValue, Seen
 
 
 class Multiply(nn.Module):
@@ -41,7 +41,7 @@ def run(model: nn.Module):
     ],
 )
 def test_names_the_first_value_that_overflows(model: nn.Module, named: tuple[Seen, str]) -> None:
-    assert where_nonfinite(model, run(model)) == Nonfinite(*named, 4, 4)
+    assert where_nonfinite(model, run(model)) == NonfiniteValue(*named, 4, 4)
 
 
 def test_names_a_parameter_when_only_its_gradient_overflows() -> None:

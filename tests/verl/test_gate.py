@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -154,6 +155,34 @@ def test_a_fault_stops_or_is_said(tmp_path: Path, batch: Any, capsys: pytest.Cap
     assert found["mantissa/gate_fault"] == 1
     assert found["mantissa/gate_size_of_u"] > 0.4
     assert capsys.readouterr().err.count("mantissa doctor: step 1: ") == 2
+
+
+def scaled(fields: dict[str, Any], ratio: float = 0.9) -> None:
+    """In the place of a batch's log-probs those of laws of twelve words, whose logits the learner has times a ratio."""
+    draw, sides, tokens = torch.Generator().manual_seed(0), ([], []), []  # type: ignore[var-annotated]
+    for row, mask in enumerate(fields["response_mask"].unbind()):
+        prompt = torch.Generator().manual_seed(row // 4)
+        z = 2 * torch.randn(len(mask), 12, generator=prompt)
+        drawn = torch.multinomial(z.softmax(-1), 1, generator=draw)
+        tokens.append(drawn[:, 0])
+        for side, logits in zip(sides, (z, ratio * z), strict=True):
+            side.append(logits.log_softmax(-1).gather(-1, drawn)[:, 0])
+    for name, rows in (("responses", tokens), ("rollout_log_probs", sides[0]), ("old_log_probs", sides[1])):
+        fields[name] = nested(rows)
+
+
+@pytest.mark.parametrize("capped", [True, False])
+def test_a_temperature_may_be_a_lost_cap_where_the_model_has_one(capped: bool, tmp_path: Path, batch: Any) -> None:
+    """A cap far above the logits bends them by less than noise: log-probs alone do not tell its loss from a scale."""
+    given, asked = batch(1), config(tmp_path)
+    scaled(given.fields)
+    shape = {"num_hidden_layers": 2} | ({"final_logit_softcapping": 30.0} if capped else {})
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": shape}))
+    asked["actor_rollout_ref"]["model"] = {"path": str(tmp_path)}
+    with pytest.raises(MantissaError) as said:
+        TrainerGate(asked, "stop").look(trainer(1), given)
+    assert "a temperature that only one side applies" in str(said.value)
+    assert ("logits that only one side soft-caps" in str(said.value)) is capped
 
 
 def test_stale_weights_have_their_name(tmp_path: Path, batch: Any) -> None:

@@ -193,11 +193,11 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
-def numbered(folder: Path, prefix: str = "step-", suffix: str = "") -> list[int]:
-    """The N of all ``<prefix>N<suffix>`` in a folder, ascending: digits as this program writes them, no others."""
+def numbered(folder: Path, suffix: str = "") -> list[int]:
+    """The N of all ``step-N<suffix>`` in a folder, ascending: digits as this program writes them, no others."""
     if not folder.is_dir():
         return []
-    pattern = re.compile(f"{re.escape(prefix)}(0|[1-9][0-9]{{0,17}}){re.escape(suffix)}")
+    pattern = re.compile(f"step-(0|[1-9][0-9]{{0,17}}){re.escape(suffix)}")
     return sorted(int(found[1]) for found in map(pattern.fullmatch, os.listdir(folder)) if found)
 
 
@@ -225,17 +225,16 @@ def write_digests(folder: Path, known: Mapping[str, str]) -> None:
     write_atomically(folder / DIGESTS, json.dumps({**known, **rest}, indent=1, sort_keys=True) + "\n")
 
 
-def check_digests(folder: Path, weights: bool = True) -> None:
+def check_digests(folder: Path) -> None:
     """``MantissaError`` where a file of ``folder`` is not what ``write_digests`` saw. Other folders have none: nothing.
-
-    ``weights``: also those of tensors, which takes about a second for each gigabyte or two.
+    Takes about a second for each gigabyte or two.
     """
     path = folder / DIGESTS
     if not path.is_file():
         return
     with boundary(path, "restore the file, or delete it to go without"):
         expected = {name: str(found) for name, found in parse_json(path.read_bytes()).items()}
-        there = [folder / Path(name).name for name in expected if weights or not name.endswith(".safetensors")]
+        there = [folder / Path(name).name for name in expected]
         found = digests_of(path for path in there if path.is_file())
         odd = next((path.name for path in there if found.get(path.name) != expected[path.name]), None)
     if odd is not None:

@@ -1,4 +1,4 @@
-"""The inside of the sandbox: a small server, run as a script by ``run.py``, that makes a process for each program.
+"""The inside of the sandbox: a server, run as a script by ``tasks/sandbox/run.py``, that makes a process a program.
 
 It knows no program, no input and no value: those go through two pipes, which it hands on unread, so that nothing of one
 program lies in the memory that the next one's process is copied from. What that process gives up, in this order:

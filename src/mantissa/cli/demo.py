@@ -102,7 +102,7 @@ def demo(overrides: Overrides = None) -> None:
         with clock.of("table"):
             measure({"out": folder, "own": prompts, "max_tokens": tokens}, PACKAGE, "auto", as_json=False)
         tell(f"of {PACKAGE}, {in_nats(look)}")
-    tell(of_training(run.read_metrics()))
+    tell(of_training(run.metrics.read()))
     if policy is not None:
         tell(f"of the policy that was trained, {in_nats(policy)}")
     tell(str(clock))

@@ -29,8 +29,8 @@ class Basis(StrEnum):
     Healthy: ``EQUAL`` to the last bit, too small to matter (``NOTHING``), nearly every token ``CERTAIN``, of the usual
     size (``ROUNDING``), or that but for tokens that ``ROUTERS`` sent elsewhere. Not known: too ``FEW`` tokens, or more
     far ones than a mixture of experts is known to have (``FLIGHTS``). Not known or too large: a name is ``LIKELY`` and
-    not proven. Else ``FINDINGS`` that have a name, the ``SIZE`` alone, ``SAMPLES`` that are not of their law; and with
-    a model the ``CAUSE``, or which ``SIDE`` is not the model.
+    not proven. Else ``FINDINGS`` that have a name, the ``SIZE`` alone (not known where it is fp8's and no format is
+    named), ``SAMPLES`` that are not of their law; and with a model the ``CAUSE``, or which ``SIDE`` is not the model.
     """
 
     EQUAL = "equal"

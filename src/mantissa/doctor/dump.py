@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 _WORDS = ("expert", "moe")
+_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
@@ -49,6 +50,7 @@ class Settings:
     the tokens that those kept as well. ``logprobs_mode``: vLLM's word, ``raw_logprobs`` or ``processed_logprobs``.
     ``rollout_format``, ``learner_format``: names of number formats. ``experts``: whether the policy is a mixture of
     experts. ``healthy_size``: of u in the same job when it was healthy, which says more than the formats' table.
+    ``soft_cap``: whether the policy caps its logits.
     """
 
     temperature: float | None = None
@@ -60,6 +62,7 @@ class Settings:
     renormalised: bool = False
     experts: bool | None = None
     healthy_size: float | None = None
+    soft_cap: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -116,3 +119,10 @@ def routes(config: Any) -> bool | None:
     if any(inner) or any(type(value) is int and value > 1 for value in named):
         return True
     return False if inner or any(name in given for name in _LAYERS) else None
+
+
+def caps(config: Any) -> bool:
+    """Whether a model's configuration (as for ``routes``) soft-caps its logits: cap * tanh(logits / cap)."""
+    given = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    inner = (each for each in given.values() if isinstance(each, Mapping) or hasattr(each, "to_dict"))
+    return any(given.get(name) for name in _CAPS) or any(map(caps, inner))

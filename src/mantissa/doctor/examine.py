@@ -35,6 +35,7 @@ from mantissa.doctor.facts import (
     AT_A_PLACE,
     AT_THE_USUAL,
     BLIND,
+    BY_LITTLE,
     COPIED,
     CURVE,
     FAR,
@@ -46,11 +47,15 @@ from mantissa.doctor.facts import (
     MOST_ROUTED,
     NOTHING,
     ONE_WAY,
+    PROMPTS,
+    QUARTERS,
     RULE,
     SINGLE,
+    SURELY_SO,
     THROUGHOUT,
     WORTH,
     facts,
+    formats,
     of,
     part,
     usual_of,
@@ -58,8 +63,8 @@ from mantissa.doctor.facts import (
 from mantissa.doctor.fields import copied, distinct, without_firsts, without_holes
 from mantissa.doctor.sample import SIDES, Array, Tokens, different
 from mantissa.doctor.sequences import seen_in_a_quarter, tokens_fly
-from mantissa.doctor.signatures import causes, findings, judged
-from mantissa.mismatch.usual import COARSEST, Usual
+from mantissa.doctor.signatures import Judged, causes, findings, judged
+from mantissa.mismatch.usual import COARSEST, Usual, coarser
 
 
 def examine(dump: Dump) -> Diagnosis:
@@ -131,26 +136,30 @@ def _unexplained(found: Diagnosis, flown: Outliers, said: bool) -> Diagnosis:
 def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
     """The diagnosis, in which the findings ``without`` name nothing."""
     dump, expected = evidence.dump, usual_of(evidence.dump.settings)
-    every = [replace(each, found=each.found and each.name not in without) for each in findings(evidence)]
+    every, held = _proven(evidence, without)
+    firm = held.named and (held.named[0].exact or held.named[0].by_number)  # a batch's numbers are none of a part of it
+    rival = "" if firm else _rival(evidence, held, without)
+    if rival:
+        held = Judged(likely=held.named, why=rival)
     figures = _figures(evidence.clean)
     size = next(finding for finding in every if finding.name == "too_large")
     large = [each for each in every if each.found and each.name == "too_large"]
-    # Remarks, where the whole gap is healthy; a mixture's few tokens may make it somewhat larger.
-    most = {each.name: part(each.name).remark * expected.bound for each in every}
-    remarks = [name for name in most if not large and most[name] and figures["u_rms"] <= most[name]]
-    held = judged(evidence, every, _named(evidence, every, remarks, without))
     named = list(held.named)
     table, fault, why = facts().faults, named[0] if named else None, None
     own = dump.settings.healthy_size is not None
+    may_be_fp8 = not own and coarser(formats(dump.settings)) is None and figures["u_rms"] <= COARSEST
     if fault is not None:
         verdict, basis = Verdict.FAULT, Basis.FINDINGS
         headline = words.faults(named, [not e.exact and part(e.name).of != "shape" and e.share > 0 for e in named])
         if all(part(each.name).left_out and not each.share for each in named) and figures["u_rms"] > expected.bound:
             headline += words.not_of_it(figures, expected.bound)
     elif held.likely:
-        beyond = bool(large) or figures["u_rms"] > expected.bound
+        beyond = (bool(large) or figures["u_rms"] > expected.bound) and not may_be_fp8
         verdict, basis = Verdict.LARGE if beyond else Verdict.UNKNOWN, Basis.LIKELY
         fault, why = size if beyond else None, words.unproven(held.likely, held.why)
+        headline = why.headline
+    elif large and may_be_fp8:
+        verdict, basis, why = Verdict.UNKNOWN, Basis.SIZE, words.unnamed(figures, expected)
         headline = why.headline
     elif large:
         fault, verdict, basis = large[0], Verdict.LARGE, Basis.SIZE
@@ -169,8 +178,8 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
     )
     if basis is Basis.EQUAL and words.may_be_copied(dump.framework):
         remedies = ("both_sides",)
-    formats = {dump.settings.learner_format, dump.settings.rollout_format} - {None}
-    if len(formats) == 2 and verdict in (Verdict.HEALTHY, Verdict.LARGE) and figures["d_rms"] > NOTHING:
+    two = len({*formats(dump.settings)} - {None}) == 2
+    if two and verdict in (Verdict.HEALTHY, Verdict.LARGE) and figures["d_rms"] > NOTHING:
         remedies = ("one_format", *remedies)  # healthy for two formats, and many times what one format would have
     return Diagnosis(
         verdict, basis, headline, dump.framework, fault, tuple(replace(each, rest=None) for each in every), figures,
@@ -181,11 +190,48 @@ def _examined(evidence: Evidence, without: Sequence[str] = ()) -> Diagnosis:
     )  # fmt: skip
 
 
+def _proven(e: Evidence, without: Sequence[str]) -> tuple[list[Finding], Judged]:
+    """Every signature's finding, those of ``without`` not found, and what may be said of them."""
+    every = [replace(each, found=each.found and each.name not in without) for each in findings(e)]
+    large = any(each.found and each.name == "too_large" for each in every)
+    # Remarks, where the whole gap is healthy; a mixture's few tokens may make it somewhat larger.
+    most = {each.name: part(each.name).remark * usual_of(e.dump.settings).bound for each in every}
+    remarks = [name for name in most if not large and most[name] and e.clean.size <= most[name]]
+    if not large and e.clean.size <= e.usual:
+        remarks += [each.name for each in every if each.name in BY_LITTLE and each.p > SURELY_SO]
+    return every, judged(e, every, _named(e, every, remarks, without))
+
+
+def _rival(e: Evidence, held: Judged, without: Sequence[str]) -> str:
+    """What three quarters of the dump look like in place of what is named, empty where it stands up in all.
+
+    Each quarter of the prompts (of the sequences, where too few prompts would be left) is left out in turn. Where
+    another name comes then, a rival is nearly as good, and a few prompts decided between them.
+    """
+    if not held.named:
+        return ""
+    names = {name for each in held.named for name in (each.name, *each.also)}
+    groups = [each.group for each in e.dump.sequences]
+    of_prompts = None not in groups and 3 * len(set(groups)) >= 4 * PROMPTS
+    unit = np.unique(np.array(groups if of_prompts else range(len(groups))), return_inverse=True)[1]
+    quarter = np.random.default_rng(0).permutation(int(unit.max()) + 1)[unit] % QUARTERS
+    for left_out in range(QUARTERS):
+        rest = [
+            replace(each, mask=np.zeros_like(each.mask)) if number == left_out else each
+            for each, number in zip(e.dump.sequences, quarter.tolist(), strict=True)
+        ]
+        other = _proven(Evidence.of(replace(e.dump, sequences=rest), e.usual), without)[1]
+        found = {name for each in other.named for name in (each.name, *each.also)}
+        if found and not found & names and not any(names & set(part(name).unless) for name in found):
+            return f"without a quarter of the prompts it looks like {words.titled(other.named[0])}"
+    return ""
+
+
 def _named(e: Evidence, every: Sequence[Finding], remarks: Sequence[str], without: Sequence[str]) -> list[Finding]:
     """Causes, the most fitting first; where there is none, what the gap's shape fits."""
     curve = max((each.share for each in every if each.name in ("temperature", "soft_cap") and each.tested), default=0.0)
-    shapes = [each for each in every if each.found and part(each.name).of == "shape" and curve < CURVE]
-    if _shapeless(e, every):
+    shapes = [each for each in every if each.found and part(each.name).of == "shape" and each.name not in remarks]
+    if curve >= CURVE or _shapeless(e, every):
         shapes = []
     found = causes(e, [each for each in every if each.name not in remarks])
     named = [each for each in found if each.name not in without]

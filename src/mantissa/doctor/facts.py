@@ -169,7 +169,7 @@ CUT_LAW = (-0.01, 0.02, 0.05)  # nats; of a cut law's other values at most so ma
 
 # from findings to a verdict
 ENOUGH = 0.5  # of sum d^2: what explains less is no verdict
-PARTLY = 0.2  # enough where the whole is of a healthy size, and a part of it is not
+PARTLY = 0.3  # enough where the whole is of a healthy size, and a part of it is not; healthy kinds have up to 0.23
 AS_MUCH = 0.1  # of sum d^2: shares that are so near are alike
 LITTLE = 0.25  # of sum d^2: the first of two faults may explain so little
 TOGETHER = 0.65  # and both together so much
@@ -187,14 +187,22 @@ BLIND = 10.0  # times the usual: a sample that would not show so much says nothi
 HEALTHY_SEQUENCES, HEALTHY_TOKENS = 2 * FEWEST, 64  # for a verdict where nothing is found
 SINGLE = (3.0, 0.5)  # times the usual, with single tokens; of which more than so are neither first nor last
 
+QUARTERS = 4  # of the prompts: whichever is left out, what is named is named by the rest, or nothing is
+
 # what a name needs (signatures.py); by four sets of dumps of other hands, each left out in turn
 ALONE = ("end_token", "first_token", "turn", "onset", "padding", "capacity", "soft_cap")  # the rest is healthy
 MOST_OF_IT = 0.75  # of sum d^2, that such a place holds: right ones held 0.89 and more, wrong ones 0.24 to 0.69
 # Of sum d^2, that a formula of what was saved explains: right ones did 0.999 (a smoothed loss, whose mean over the
 # vocabulary is each context's own, 0.976), wrong ones 0.97 (0.88).
 FORMULAS = {"raised": 0.98, "smoothed": 0.93}
-BY_LITTLE = ("support", "logit_bias", "min_tokens", "onset", "prompt")  # claims of a sign, steps of few contexts
+# Claims of a sign, steps of few contexts.
+BY_LITTLE = ("support", "logit_bias", "min_tokens", "onset", "mid_sequence", "prompt")
 SURELY_SO = 0.01  # their p: wrong ones had 0.02 and 0.03, right ones 0.002
+# What is of every context is foretold by no place: of log |u| such laws have up to 0.1, a grammar 0.29, an end that was
+# banned at first and called "words" 0.83.
+NO_PLACE = ("support", "temperature", "soft_cap", "argmax", "logit_bias", "raised", "smoothed", "unrelated")
+PLACED = 0.4
+NEVER_BELOW, ONE_LAW = 0.95, 0.98  # of tokens: one side is above; two words of one context have no more than 1 together
 NEAR = 0.9  # of the gap: a line or a curve that explains so much is as good as the law
 IN_CONTEXT = (
     5.0  # standard errors, of how words of one context move with their log-prob: laws have up to 2.2 (one of 4)

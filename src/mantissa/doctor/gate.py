@@ -28,7 +28,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mantissa.base.errors import MantissaError
-from mantissa.doctor.diagnosis import MEASURED, Diagnosis, Verdict
+from mantissa.doctor.diagnosis import MEASURED, Basis, Diagnosis, Verdict
 from mantissa.doctor.dump import Dump, Scored, Settings
 
 Table = Any  # B rows of R numbers: a tensor, an array or lists
@@ -94,14 +94,14 @@ class Gate:
         self, step: int, prompts: Sequence[Sequence[int]], responses: Table, mask: Table, rollout: Table,
         learner: Table, *, temperature: float | None = None, rollout_format: str | None = None,
         learner_format: str | None = None, rollout_version: Versions = None, learner_version: int | None = None,
-        experts: bool | None = None,
+        experts: bool | None = None, soft_cap: bool | None = None,
     ) -> Diagnosis | None:  # fmt: skip
         """Look at one batch: B prompts' token ids, and B,R tables of response ids, mask (1 where the policy sampled),
         both sides' log-probs in nats. None where the gate is not due, or has gathered too few.
 
         Rows of one prompt are a group; without prompts (empty lists) there is none. ``rollout_version``: of the weights
         that sampled, one number or one a row; ``learner_version``: of those that scored; where they are known.
-        ``experts``: whether the policy is a mixture of experts.
+        ``experts``: whether the policy is a mixture of experts; ``soft_cap``: whether it caps its logits.
         """
         if not self.due(step):
             return None
@@ -119,6 +119,7 @@ class Gate:
         if len(self._kept) < self.sequences or (None not in groups and len(groups) < _PROMPTS * self.sequences):
             return None
         settings = Settings(temperature, rollout_format=rollout_format, learner_format=learner_format, experts=experts)
+        settings = replace(settings, soft_cap=soft_cap)
         kept, self._kept, self._due, self._at = self._kept, [], False, step
         return self._answer(step, kept, settings)
 
@@ -129,7 +130,7 @@ class Gate:
         own = replace(settings, healthy_size=self._own.get(settings))
         dump = Dump(self.framework, Path(f"step {step}"), [*self._fresher(kept), *kept], own)
         try:
-            found = examine(dump)
+            found = _of_dense(examine(dump), own)
         except _UNREADABLE as error:
             self.say(f"mantissa doctor: step {step}: no verdict ({error}); the training goes on")
             return None
@@ -171,6 +172,22 @@ class Gate:
         if self.last is None or self._dump is None:
             raise MantissaError("the gate has no diagnosis yet: check() gives None until it has gathered enough")
         return write_page(self._dump, self.last, folder)
+
+
+def _of_dense(found: Diagnosis, settings: Settings) -> Diagnosis:
+    """Where single tokens make a gap beyond the bound of a policy that has no routers to send them elsewhere, no cause
+    is known that is none of a fault."""
+    from mantissa.doctor import words
+    from mantissa.doctor.facts import usual_of
+
+    size, bound = found.figures["u_rms"], usual_of(settings).bound
+    if settings.experts is not False or found.verdict is not Verdict.HEALTHY or size <= bound:
+        return found
+    why = words.alone(size, bound)
+    return replace(
+        found, verdict=Verdict.UNKNOWN, basis=Basis.FLIGHTS, headline=why.headline, why=why.short,
+        remedies=("look_at_tokens",),
+    )  # fmt: skip
 
 
 def _measure(row: Mapping[str, Any]) -> tuple[Settings, float]:

@@ -1,4 +1,4 @@
-"""A stranger's dump or log, read in a process of its own (``readers/child.py``) while this one imports the rest.
+"""A stranger's dump or log, read in a process of its own (``base/readers/child.py``) while this one imports the rest.
 
 What comes back is a header, plain values, and the bytes of arrays whose kinds are known beforehand: those of
 ``ARRAYS``; of a log, each curve's steps and values (float64). They are checked before anything is made of them.

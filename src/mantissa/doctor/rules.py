@@ -104,7 +104,28 @@ def logit_bias(e: Evidence, tests: int) -> Finding:
     listed = ", ".join(map(str, found.others[:5].tolist())) + ", ..." * (len(found.others) > 5)
     said = (f"at {len(found.others)} words (ids {listed}) the {found.above}'s log-probs are below the other side's, at "
             f"{found.words - len(found.others)} others that differ far they are above")  # fmt: skip
-    whole = np.isin(e.texts[e.places], found.others) == (e.clean.d < 0) if found.above == SIDES[1] else (
-        np.isin(e.texts[e.places], found.others) == (e.clean.d > 0))  # fmt: skip
+    words, down = e.texts[e.places], e.clean.d < 0 if found.above == SIDES[1] else e.clean.d > 0
+    own = np.isin(words, found.others)
+    rest = np.where(own == down, 0.0, e.clean.d)
+    at = np.flatnonzero(own & e.telling)
+    # A bias moves a word's log-odds by one number: what other sequences foretell is explained, and no sign alone.
+    odds, sequence = logit(e.clean.y[at]) - logit(e.clean.x[at]), e.clean.sequence[at]
+    by, told = foretold(words[at], odds, sequence)
+    rest[at[told]] = e.clean.y[at[told]] + np.logaddexp(0.0, -logit(e.clean.x[at[told]]) - by[told])
     return Finding("logit_bias", True, found.p if holds else 1.0, len(found.others) / found.words, "of words", None,
-                   said, rest=np.where(whole, 0.0, e.clean.d))  # fmt: skip
+                   said, rest=rest)  # fmt: skip
+
+
+def foretold(key: Array, value: Array, sequence: Array) -> tuple[Array, Array]:
+    """float64 [N] and bool [N]: the mean of the same key's values in other sequences, where there are any."""
+    _, key = np.unique(key, return_inverse=True)
+    _, cell = np.unique(np.stack([key, sequence]), axis=1, return_inverse=True)
+    cell = cell.reshape(-1)
+    sums, counts = (np.bincount(key, each)[key] - np.bincount(cell, each)[cell] for each in (value, np.ones(len(key))))
+    return sums / np.maximum(counts, 1), counts > 0
+
+
+def logit(x: Array) -> Array:
+    """log(p / (1 - p)) of log p."""
+    clipped = np.minimum(x, -1e-9)
+    return clipped - np.log(-np.expm1(clipped))

@@ -29,7 +29,7 @@ def read_run(path: Path, most: int = _ENOUGH) -> Dump:
     rollout = config.get("rollout")
     if not isinstance(rollout, dict):
         raise MantissaError(f"{path}/config.yaml: expected a section rollout with keys and values; restore the file")
-    lags = {row["step"]: row.get("rollout/lag_mean") for row in run.read_metrics()}
+    lags = {row["step"]: row.get("rollout/lag_mean") for row in run.metrics.read()}
     encode, sequences, tokens, steps = _encoder(run, config), [], 0, []
     for step in reversed(run.rollout_steps()):
         rows = [row for row in run.read_rollouts(step) if row.get("learner_logp") is not None]

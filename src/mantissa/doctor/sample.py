@@ -185,8 +185,8 @@ class Grid:
     def __str__(self) -> str:
         if self.levels:
             return f"logarithms of probabilities of {self.levels} levels"
-        half = {7: "the bf16 grid", 10: "the fp16 grid"}
-        return f"{self.decimals} decimals" if self.decimals else half[self.bits] + " of probabilities" * self.of_p
+        names = {3: "the e4m3 grid", 7: "the bf16 grid", 10: "the fp16 grid"}
+        return f"{self.decimals} decimals" if self.decimals else names[self.bits] + " of probabilities" * self.of_p
 
     def step(self, x: Array) -> Array | float:
         """From each value to the next on the grid."""
@@ -204,8 +204,9 @@ def grid_of(values: Array) -> Grid | None:
     if len(values) < 20:
         return None
     single = values.astype(np.float32)
-    if float(((single.view(np.uint32) & 0xFFFF) == 0).mean()) > GRID:
-        return Grid(bits=7)
+    for bits in (3, 7):
+        if float(((single.view(np.uint32) & ((1 << 23 - bits) - 1)) == 0).mean()) > GRID:
+            return Grid(bits=bits)
     ours = single[(np.abs(single) > 6.2e-5) & (np.abs(single) < 65504)]  # what fp16 holds with all of its mantissa
     if len(ours) >= 20 and float((ours == ours.astype(np.float16).astype(np.float32)).mean()) > GRID:
         return Grid(bits=10)

@@ -56,8 +56,12 @@ from mantissa.doctor.facts import (
     LITTLE,
     MOST_OF_IT,
     NEAR,
+    NEVER_BELOW,
+    NO_PLACE,
+    ONE_LAW,
     OWN_TOKEN,
     PARTLY,
+    PLACED,
     RELATED,
     SECOND,
     STRANGERS,
@@ -65,10 +69,11 @@ from mantissa.doctor.facts import (
     TOGETHER,
     VAGUE,
     ZEROS,
+    of,
     part,
 )
 from mantissa.doctor.fields import one_loss
-from mantissa.doctor.rules import one_sided
+from mantissa.doctor.rules import foretold, logit, one_sided
 from mantissa.doctor.values import Pairs, cubic
 
 SIGNATURES: dict[str, Test] = {
@@ -201,6 +206,8 @@ def _of_some(whole: Evidence, some: Finding) -> Finding | None:
     inner = cause_of(every)
     if inner is None or part(inner.name).of not in ("value", "law") or inner.name == "nondeterministic":
         return None
+    if part(inner.name).rounding:
+        return None
     if _doubt(part_of, every, [inner]):
         return None  # that they differ is known, and this is not
     sequences = len(np.unique(whole.clean.sequence))
@@ -302,8 +309,24 @@ def _doubt(e: Evidence, every: Sequence[Finding], named: Sequence[Finding]) -> s
         return f"{1 - first.share:.0%} of the squared gap is left, and a formula of what is saved leaves rounding alone"
     if first.name in BY_LITTLE and first.p > SURELY_SO:
         return f"one of {1 / first.p:.0f} gaps of other causes is so"
+    if first.name in NO_PLACE and _placed(e) > PLACED:
+        return "where a token stands foretells in other sequences how far it differs, and this knows no place"
     need = _NEEDS.get(first.name)
     return need(e, first) if need else ""
+
+
+def _placed(e: Evidence) -> float:
+    """What a token's place in the response, in the whole sequence and from the end foretells of log |u|."""
+    t = e.clean.telling
+    prompts = np.array([each.prompt_length for each in e.dump.sequences])[t.sequence]
+    return max(_of_size(e, place // 2) for place in (t.position, t.position + prompts, t.left))
+
+
+def _of_size(e: Evidence, key: np.ndarray) -> float:
+    """The share of the variance of log |u| that other sequences foretell by a ``key`` of each telling token."""
+    t = e.clean.telling
+    size = np.log(np.maximum(np.abs(t.u), e.usual / 300))
+    return _foretold(key, size - size.mean(), t.sequence)[0] if len(size) else 0.0
 
 
 def _consequence(e: Evidence, every: Sequence[Finding], named: Sequence[Finding]) -> str:
@@ -352,7 +375,7 @@ def _logit_bias(e: Evidence, found: Finding) -> str:
     """A bias b changes the odds of a word by exp b in every context: other sequences foretell by how much."""
     words = e.texts[e.places]
     own = np.isin(words, one_sided(e.clean.telling, words[e.telling], e.usual).others) & e.telling
-    odds = _logit(e.clean.y) - _logit(e.clean.x)
+    odds = logit(e.clean.y) - logit(e.clean.x)
     share, tokens = _foretold(words[own], odds[own], e.clean.sequence[own])
     if tokens < FEWEST_TOLD:
         return "no word of it was sampled often enough, or moves far enough, to see its odds"
@@ -364,18 +387,9 @@ def _logit_bias(e: Evidence, found: Finding) -> str:
 def _foretold(key: np.ndarray, value: np.ndarray, sequence: np.ndarray) -> tuple[float, int]:
     """The share of the sum of value^2 that goes when each token is foretold by its key's mean in other sequences; and
     of how many tokens that is, of keys which two sequences have."""
-    _, key = np.unique(key, return_inverse=True)
-    _, cell = np.unique(np.stack([key, sequence]), axis=1, return_inverse=True)
-    cell = cell.reshape(-1)
-    sums, counts = (np.bincount(key, each)[key] - np.bincount(cell, each)[cell] for each in (value, np.ones(len(key))))
-    told = counts > 0
-    left = value[told] - sums[told] / counts[told]
+    mean, told = foretold(key, value, sequence)
+    left = (value - mean)[told]
     return 1 - float(np.square(left).sum()) / max(float(np.square(value[told]).sum()), 1e-30), int(told.sum())
-
-
-def _logit(x: np.ndarray) -> np.ndarray:
-    clipped = np.minimum(x, -1e-9)
-    return clipped - np.log(-np.expm1(clipped))
 
 
 def _soft_cap(e: Evidence, found: Finding) -> str:
@@ -401,8 +415,28 @@ def _min_tokens(e: Evidence, found: Finding) -> str:
 
 
 def _unrelated(e: Evidence, found: Finding) -> str:
-    """Other tokens, rows or texts have little more in common than how frequent words are."""
-    return "they still go together too much to be of other tokens" if found.effect > STRANGERS else ""
+    """Other tokens, rows or texts have little more in common than how frequent words are; and either may be likelier.
+    What is a bound of the other side's (a floor, a largest one) is of the same tokens."""
+    if found.effect > STRANGERS:
+        return "they still go together too much to be of other tokens"
+    d = e.clean.telling.where(np.abs(e.clean.telling.u) > e.usual).d
+    above = float((d > 0).mean()) if len(d) else 0.5
+    bound = max(above, 1 - above) > NEVER_BELOW
+    return "one side is never below the other, which other tokens are half the time" if bound else ""
+
+
+def _argmax(e: Evidence, found: Finding) -> str:
+    """The likeliest word and the sampled one, where they are two, share one law: their probabilities are 1 at most."""
+    t = e.clean.telling
+    far = np.abs(t.d) > of("argmax").noise * e.usual
+    holds = not far.any() or float((np.exp(t.x[far]) + np.exp(t.y[far]) <= 1 + e.usual).mean()) > ONE_LAW
+    return "" if holds else "beside the sampled word's, such probabilities would be above 1"
+
+
+def _own(e: Evidence, found: Finding) -> str:
+    """A token of each sequence's own foretells sizes better than one place of all does, such as a window's end."""
+    told = _of_size(e, np.isnan(found.rest)[e.telling].astype(int)) > _placed(e)
+    return "" if told else "one place of all sequences foretells as well where they differ"
 
 
 def _in_most(e: Evidence, found: Finding) -> str:
@@ -438,8 +472,8 @@ def _single(e: Evidence, found: Finding) -> str:
 
 _NEEDS: dict[str, Callable[[Evidence, Finding], str]] = {
     "support": _support, "logit_bias": _logit_bias, "soft_cap": _soft_cap, "padding": _padding,
-    "min_tokens": _min_tokens, "single_tokens": _single, "unrelated": _unrelated,
-    "position": _in_most, "turn": _in_most, "onset": _in_most, "weights": _weights,
+    "min_tokens": _min_tokens, "single_tokens": _single, "unrelated": _unrelated, "argmax": _argmax,
+    "mid_sequence": _own, "position": _in_most, "turn": _in_most, "onset": _in_most, "weights": _weights,
 }  # fmt: skip
 
 

@@ -515,7 +515,8 @@ def temperature(e: Evidence, tests: int) -> Finding:
     noise = min(e.clean.telling.size, e.usual) / max(float((e.clean.telling.x).std()), 1e-9)
     made = found_as("temperature", share, "relative slope", said, effect=ratio - 1, detectable=max(b.slope, 2 * noise),
                     holds=kind in (_Scaling.TEMPERATURE, _Scaling.EITHER), rest=rest)  # fmt: skip
-    return made if known or kind is not _Scaling.EITHER else made.or_else("soft_cap")
+    either = kind is _Scaling.EITHER or bool(e.dump.settings.soft_cap)  # a high cap bends by less than noise
+    return made.or_else("soft_cap") if either and not known else made
 
 
 def soft_cap(e: Evidence, tests: int) -> Finding:

@@ -210,10 +210,22 @@ def few(figures: Mapping[str, Any], why: str) -> Why:
     return Why(counts, f" to tell{why}")
 
 
+def alone(size: float, bound: float) -> Why:
+    """Of a policy without experts, most of whose tokens are near."""
+    made = f"single tokens make a size of u of {size:.2g}, and no router of this policy sends them elsewhere"
+    return Why(made, f"; up to {bound:.2g} is usual")
+
+
 def certain(telling: int, tokens: int) -> Why:
     """Where nearly every token is certain, and the differences are large."""
     near = f"all but {telling:,} of {tokens:,} tokens are certain"
     return Why(f"{near}, and their differences are larger than rounding makes")
+
+
+def unnamed(figures: Mapping[str, Any], expected: Usual) -> Why:
+    """A gap of fp8's size where no format is named."""
+    size = f"the size of u, {figures['u_rms']:.2g}, is fp8's, and in bf16 too large (up to {expected.bound:.2g})"
+    return Why(size, "; no number format is named: say rollout_format and learner_format")
 
 
 def unproven(likely: Sequence[Finding], why: str) -> Why:

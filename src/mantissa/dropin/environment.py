@@ -139,9 +139,9 @@ def switch(environment: Mapping[str, str] | None = None) -> bool | None:
     return None if text is None else bool(_parsed(_SWITCH, text, bool))
 
 
-def switched_off(environment: Mapping[str, str] | None = None) -> bool:
+def switched_off() -> bool:
     """Whether ``ENABLE_FP16_TRAINING`` says no: then fp32 stands in for fp16, whatever a configuration says."""
-    return switch(environment) is False
+    return switch() is False
 
 
 def _parsed(variable: str, text: str, kind: type) -> Any:

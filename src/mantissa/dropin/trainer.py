@@ -73,8 +73,8 @@ class PrecisionTrainer:
     - ``retries``: backward passes repeated on one batch after an overflow; 4, or the ``ScalerConfig``'s.
     - ``accumulate``: micro-batches to an optimiser step.
     - ``max_grad_norm``: bound on the unscaled Euclidean norm. ``adaptive_clip``: factor of adaptive gradient clipping.
-    - ``masters``: ``fp32``, or weights of bf16's values, ``bf16_stochastic`` or ``bf16_kahan`` (``optimizer.py``): the
-      model's are rounded at once. Not with fp16.
+    - ``masters``: ``fp32``, or weights of bf16's values, ``bf16_stochastic`` or ``bf16_kahan``
+      (``training/optimizer.py``): the model's are rounded at once. Not with fp16.
     - ``scheduler``: stepped after each update that was applied, and only then; without arguments, so that
       ``ReduceLROnPlateau`` is its owner's to step.
     - ``on_nonfinite``: ``stop`` raises on a non-finite gradient that no lower scale cures, naming the module where it

@@ -32,7 +32,7 @@ from mantissa.adopted import Adopted
 from mantissa.adopted import adopt as adopted_model
 from mantissa.base.errors import MantissaError, on_failure
 from mantissa.base.tensors import Digest, digest
-from mantissa.doctor.dump import routes
+from mantissa.doctor.dump import caps, routes
 from mantissa.doctor.gate import Gate
 from mantissa.doctor.held import Held, Source, Stored, held
 from mantissa.doctor.record import ScoredBatch, write_batch
@@ -150,9 +150,8 @@ def gate(
             control.should_training_stop = control.should_training_stop or stop
 
     def look(batch: ScoredBatch) -> None:
-        given = {
-            name: batch.settings.get(name) for name in ("temperature", "rollout_format", "learner_format", "experts")
-        }
+        names = ("temperature", "rollout_format", "learner_format", "experts", "soft_cap")
+        given = {name: batch.settings.get(name) for name in names}
         version = batch.settings.get("rollout_version")
         made.check(trainer.state.global_step, batch.prompts, *_tables(batch), rollout_version=version, **given)
 
@@ -339,9 +338,10 @@ def _batch(trainer: Any, output: Any, sampled: _Sampled) -> ScoredBatch:
     learner = output.get("old_per_token_logps")
     learner = _scored(trainer, output) if learner is None else learner
     rows = zip(output["prompt_ids"], output["prompt_mask"], strict=True)
+    config = getattr(trainer.model, "config", None)
     settings = {"framework": "trl", "temperature": temperature, "top_p": args.top_p, "top_k": args.top_k or 0,
                 "rollout_version": version, "learner_version": step,
-                "experts": routes(getattr(trainer.model, "config", None)), **_formats(trainer)}  # fmt: skip
+                "experts": routes(config), "soft_cap": caps(config), **_formats(trainer)}  # fmt: skip
     mask = output["completion_mask"] * output.get("tool_mask", 1)
     return ScoredBatch([row[real.bool()].tolist() for row, real in rows], ids, mask, rollout, learner, settings)
 

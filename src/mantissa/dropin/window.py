@@ -23,8 +23,7 @@ from mantissa.base.ranks import Ranks, is_ddp, is_fsdp, local, named_parameters,
 from mantissa.dropin.checks import check_optimizer
 from mantissa.kernels import Autocast, ResolvedRole, autocast_for, probe_autocast, resolve
 from mantissa.precision import FP32, PrecisionPolicy
-from mantissa.training.gradients import anomaly, where_nonfinite
-from mantissa.training.nonfinite import first_nonfinite
+from mantissa.training.nonfinite import anomaly, first_nonfinite, where_nonfinite
 from mantissa.training.optimizer import Masters, listed, master_weights, strays
 from mantissa.training.scaler import LossScaler, ScalerConfig, flushed_fraction, gradients_of, scaler_for
 from mantissa.training.step import Backward, OptimizerStep, StepOutcome, check_fp32

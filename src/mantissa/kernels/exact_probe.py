@@ -1,7 +1,7 @@
 """The probe behind ``kernels=exact``: which calls of a CPU's library give a row the same bits wherever it stands.
 
 Nothing is taken from a table of processors or libraries. Products and attention are made of a few shapes of calls
-(``plan.py``), and here each of them is tried on the model's own sizes, on full fp32 significands (values on a
+(``exact/plan.py``), and here each of them is tried on the model's own sizes, on full fp32 significands (values on a
 half grid would hide differences): one size is the reference, in which a row must be the same at every place, and every
 other must give all its rows the reference's bits, with the number of threads in use, at two places in memory. A shape
 that does not is not used. What has no second way (norms, SwiGLU, softmax, rotation) must pass.

@@ -161,7 +161,7 @@ def _checked(row: Any, where: str) -> Row:
 
 def row_of_run(lab: Lab, run: RunDirectory) -> Row:
     """What a finished run says: its figures, its curves, and where it was run."""
-    rows, about = run.read_metrics(), run.environment
+    rows, about = run.metrics.read(), run.environment
     curves = {}
     for metric in lab.curves:
         steps, values = series(rows, metric)

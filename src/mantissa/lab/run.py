@@ -152,7 +152,7 @@ class _Work:
         update = {"steps": _MEASURED, "warm_start": None, "evaluation": None, "trackers": ()}
         recipe = _write_recipe(folder / "recipe.yaml", cell.config.model_copy(update=update))
         self.call(["-m", "mantissa", "train", str(recipe), f"run_dir={folder / 'run'}"], folder / "run")
-        times = [row["time/step"] for row in RunDirectory.open(folder / "run").read_metrics()[1:]]
+        times = [row["time/step"] for row in RunDirectory.open(folder / "run").metrics.read()[1:]]
         return float(cell.config.steps * sum(times) / len(times))
 
     def _measure_gap(self, options: dict[str, Any], folder: Path) -> None:

@@ -132,14 +132,14 @@ class Diagnose(Probe):
         if self.learner.ranks.rank0:
             formats = {name: getattr(self.settings, name) for name in ("rollout_format", "learner_format")}
             # The first healthy look in these formats is the run's own measure: from the file, so a resumed run has it.
-            alike = [row for row in self.run.read_doctor() if formats.items() <= row.items()]
+            alike = [row for row in self.run.doctor.read() if formats.items() <= row.items()]
             own = next((row["u_rms"] for row in alike if row["basis"] in MEASURED), None)
             settings = replace(self.settings, healthy_size=own)
             found = diagnose(dump.Dump("mantissa", self.run.path, self._sequences(experience), settings))
             fault = "" if found.fault is None else found.fault.name
             row = {"step": step, "verdict": found.verdict.value, "basis": found.basis.value, "fault": fault,
                    "headline": found.headline}  # fmt: skip
-            self.run.append_doctor(row | formats | found.figures)
+            self.run.doctor.append(row | formats | found.figures)
             if fault:
                 self.note(f"warning: step {step}: the doctor says: {found.headline}")
         return {}

@@ -184,7 +184,7 @@ def restore(run: Run, checkpoint: Checkpoint) -> int:
         _take(run, checkpoint)
         gone = run.folder.require_whole(checkpoint.step, checkpoint.state.get("rows"))
     run.folder.rewind(checkpoint.step)
-    rows = run.folder.read_metrics()
+    rows = run.folder.metrics.read()
     with boundary(run.folder.path / "metrics.jsonl", "restore the file"):
         run.silent = int(rows[-1].get("advantage/silent_steps", 0)) if rows else 0
         run.rejecting = any(left_out(row) > MOST_REJECTED for row in rows)

@@ -243,7 +243,7 @@ def _take_steps(config: RunConfig, parts: Parts, run: RunDirectory, way: _Way) -
                     live.note(f"warning: {_otherwise(key, then, now)} from the first run's")
             finished = _kind(config).go(config, parts, run, trackers, live)
             if rank0 and finished:
-                rows, environment = run.read_metrics(), run.environment
+                rows, environment = run.metrics.read(), run.environment
                 whole = expected_gap(environment, run.config)
                 for said in filter(None, (gap_sentence(rows, whole), share_sentence(rows, environment))):
                     live.note(said)
@@ -435,12 +435,12 @@ def begin(run: Run) -> None:
     run.folder.rewind(0)
     if run.guard is not None:
         run.guard.restore(0, {}, [])
-    run.folder.truncate_warm_start(-1)
+    run.folder.warm_start.truncate(-1)
     config = run.config
     if config.warm_start is not None:
 
         def report(row: dict[str, Any]) -> None:
-            run.folder.append_warm_start(row)
+            run.folder.warm_start.append(row)
             run.live.note(
                 f"warm start {row['step']:>4}   loss {row['warm_start/loss']:.3f}   "
                 f"accuracy {row['warm_start/accuracy']:.3f}"

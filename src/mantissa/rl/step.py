@@ -130,7 +130,7 @@ def publish(
         run,
         step,
         lambda: run.folder.write_rollouts(step, _rollout_rows(batch, experience)),
-        lambda: run.folder.append_metrics(row),  # before the checkpoint: a resume forgets rows after it, can add none
+        lambda: run.folder.metrics.append(row),  # before the checkpoint: a resume forgets rows after it, can add none
         lambda: run.trackers.log(step, row),
     )
     run.live.step(row)

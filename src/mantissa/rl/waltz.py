@@ -34,7 +34,7 @@ from mantissa.rl.assemble import Parts, assemble, most_tokens
 from mantissa.rl.batch import Batch, Sample, SyncSource, sample_metrics
 from mantissa.rl.config.run import RunConfig
 from mantissa.rl.config.sections import EvaluationConfig, RolloutConfig
-from mantissa.rl.config.waltz import feedback_config
+from mantissa.rl.config.waltz import WaltzConfig, feedback_config
 from mantissa.rl.run import Run, checkpoint_of, restore
 from mantissa.rl.session import KINDS, Kind, begin, environment_of, export
 from mantissa.rl.step import Row, take_step
@@ -48,10 +48,15 @@ from mantissa.training import Checkpoint, load_checkpoint, save_checkpoint, save
 _OTHER = "feedback"  # the policy beside the recipe's own
 
 
+def _settings(config: RunConfig) -> tuple[WaltzConfig, RunConfig]:
+    """The game's, and those of its feedback policy."""
+    assert config.waltz is not None  # which makes a run one of this kind
+    return config.waltz, feedback_config(config)
+
+
 def assemble_two(config: RunConfig, ranks: Ranks = ALONE, products: CpuProducts | None = None) -> Parts:
     """The parts of a conversation policy, and in them those of its feedback policy; ``products``: ``assemble``'s."""
-    waltz, other = config.waltz, feedback_config(config)
-    assert waltz is not None
+    waltz, other = _settings(config)
     if config.model.tokenizer != other.model.tokenizer:
         raise MantissaError(
             f"waltz.feedback.model.tokenizer={other.model.tokenizer}, and model.tokenizer={config.model.tokenizer}: "
@@ -66,18 +71,17 @@ def assemble_two(config: RunConfig, ranks: Ranks = ALONE, products: CpuProducts 
         parts = replace(parts, beside={_OTHER: assemble(other, ranks, Reviews(task, script), products)})
         _check_dialogues(config, parts, script)
     if config.model.path is not None and config.model.path == other.model.path:
-        mine, other = parts.model, parts.beside[_OTHER].model
+        mine, theirs = parts.model, parts.beside[_OTHER].model
         assert isinstance(mine, Decoder)
-        assert isinstance(other, Decoder)
-        _share_base(mine, other)
+        assert isinstance(theirs, Decoder)
+        _share_base(mine, theirs)
     return parts
 
 
 def _check_dialogues(config: RunConfig, parts: Parts, script: Script) -> None:
     """Refuse labels that are none, and a game whose longest dialogue one of its policies has no positions for."""
-    assert config.waltz is not None
-    other = parts.beside[_OTHER]
-    rounds, answer, said = config.waltz.rounds, config.rollout.max_tokens, feedback_config(config).rollout.max_tokens
+    other, (waltz, theirs) = parts.beside[_OTHER], _settings(config)
+    rounds, answer, said = waltz.rounds, config.rollout.max_tokens, theirs.rollout.max_tokens
     again = len(parts.tokenizer.encode(script.revise)) + answer + said
     sides = (("rollout", parts, answer + rounds * again), ("waltz.feedback.rollout", other, answer + said))
     for problem in itertools.chain(parts.task.split("train"), parts.task.split("heldout")):
@@ -141,12 +145,11 @@ class Game:
     """Plays dialogues with the engines' present weights, and makes of them what the two policies learn from."""
 
     def __init__(self, config: RunConfig, parts: Parts) -> None:
-        assert config.waltz is not None
         task = parts.beside[_OTHER].task
         assert isinstance(task, Reviews)
-        self.config, self.waltz, self.script = config, config.waltz, task.script
+        self.config, self.script = config, task.script
+        self.waltz, self.other = _settings(config)
         self.problems, self.heldout = parts.task.split("train"), parts.task.split("heldout")
-        self.other = feedback_config(config)
         self.talker, self.critic = parts.sampler, parts.beside[_OTHER].sampler
         self.tops = [each.learner.most_probable for each in (parts, parts.beside[_OTHER])]
         self._seconds: dict[str, float] = {}

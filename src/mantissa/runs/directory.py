@@ -70,16 +70,32 @@ def default_path(name: str, root: Path | str = "runs", now: time.struct_time | N
     return path
 
 
+class Log(JsonLines):
+    """A run's rows by step, which who writes the run adds and forgets: one a step, an evaluation or a diagnosis."""
+
+    def __init__(self, run: RunDirectory, name: str) -> None:
+        super().__init__(run.path / f"{name}.jsonl")
+        self._run = run
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        if self._run.writes():
+            super().append(row)
+
+    def truncate(self, step: int) -> None:
+        if self._run.writes():
+            super().truncate(step)
+
+
 class RunDirectory:
-    """One run's folder. Get one from ``create`` (a new run) or ``open`` (to read; to resume with ``write=True``)."""
+    """One run's folder. Get one from ``create`` (a new run) or ``open`` (to read; to resume with ``write=True``).
+
+    ``metrics``, ``warm_start`` and ``doctor``: the rows of the files of these names."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.policy_path, self.base_path, self.adapter_path = (self.path / n for n in ("policy", "base", "adapter"))
         self.tensorboard_path, self.report_path = self.path / "tensorboard", self.path / "report.html"
-        self._metrics = JsonLines(self.path / "metrics.jsonl")
-        self._warm_start = JsonLines(self.path / "warm_start.jsonl")
-        self._doctor = JsonLines(self.path / "doctor.jsonl")
+        self.metrics, self.warm_start, self.doctor = (Log(self, name) for name in ("metrics", "warm_start", "doctor"))
         self._lock: BinaryIO | None = None
 
     @classmethod
@@ -203,59 +219,23 @@ class RunDirectory:
             self._write_environment(first)
 
     def _write_environment(self, environment: Mapping[str, Any]) -> None:
-        self._require_lock()
-        write_atomically(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
+        if self.writes():
+            write_atomically(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
 
     # what was measured
-
-    def append_metrics(self, row: Mapping[str, Any]) -> None:
-        """Add the row of one step (``step`` and metrics); durable when this returns."""
-        self._require_lock()
-        self._metrics.append(row)
-
-    def read_metrics(self) -> list[Row]:
-        """Every whole row, oldest first; a line that a kill cut short does not count."""
-        return self._metrics.read()
-
-    def truncate_metrics(self, step: int) -> None:
-        """Forget the rows after ``step``, atomically."""
-        self._require_lock()
-        self._metrics.truncate(step)
-
-    def append_warm_start(self, row: Mapping[str, Any]) -> None:
-        """Add one evaluation of the warm start: ``step``, ``warm_start/loss``, ``warm_start/accuracy``."""
-        self._require_lock()
-        self._warm_start.append(row)
-
-    def read_warm_start(self) -> list[Row]:
-        """The warm start's rows; empty when there was none."""
-        return self._warm_start.read()
-
-    def truncate_warm_start(self, step: int) -> None:
-        """Forget the warm start's rows after ``step`` (-1: all of them, for a warm start that begins again)."""
-        self._require_lock()
-        self._warm_start.truncate(step)
-
-    def append_doctor(self, row: Mapping[str, Any]) -> None:
-        """Add the doctor's row of one step."""
-        self._require_lock()
-        self._doctor.append(row)
-
-    def read_doctor(self) -> list[Row]:
-        """The doctor's rows; empty where the recipe asked for none."""
-        return self._doctor.read()
 
     def write_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
         """Write the completions of one step as parquet, atomically; ``rows`` have exactly the columns of the schema."""
         import pyarrow
 
-        self._require_lock()
+        path = self.rollouts_path(step)
+        if not self.writes():
+            return path
         schema = rollout_schema()
         for row in rows:
             if row.keys() != set(schema.names):
                 odd = sorted(row.keys() ^ set(schema.names))
                 raise ValueError(f"rollouts of step {step}: columns missing or unknown: {', '.join(odd)}")
-        path = self.rollouts_path(step)
         own(path.parent)
         table = pyarrow.Table.from_pylist([dict(row) for row in rows], schema=schema)
         with disk_errors(path):
@@ -290,18 +270,18 @@ class RunDirectory:
     def require_whole(self, step: int, kept: Mapping[str, Any] | None) -> list[str]:
         """Before a resume from checkpoint ``step``, which keeps ``kept`` (None: an old one): what of the run's past is
         gone, as sentences. ``MantissaError`` where that is rows of metrics: a resume goes by them."""
-        rows = [row["step"] for row in self.read_metrics() if row["step"] <= step]
+        rows = [row["step"] for row in self.metrics.read() if row["step"] <= step]
         last = next((n for n, found in enumerate(rows) if found != n + 1), len(rows))
         changed = []
         if kept is not None:
             there = self._digests(kept["step"])
             changed = [name for name, digest in kept["sha256"].items() if there.get(name) != digest]
-        if last < step or self._metrics.path.name in changed:
+        if last < step or self.metrics.path.name in changed:
             found = "other rows" if last == step else f"no row of step {last + 1}"
             earlier = [saved for saved in self.checkpoint_steps() if saved <= last and saved < step]
             way = f"delete the checkpoints after step-{earlier[-1]}" if earlier else "start the run again elsewhere"
             raise MantissaError(
-                f"{self._metrics.path}: expected the rows of steps 1 to {step} as they were when checkpoint "
+                f"{self.metrics.path}: expected the rows of steps 1 to {step} as they were when checkpoint "
                 f"step-{step} was written, found {found}; restore the file, or {way}"
             )
         said = [f"{self.path / name} is not what it was when checkpoint step-{step} was written" for name in changed]
@@ -313,15 +293,17 @@ class RunDirectory:
     def _digests(self, step: int) -> dict[str, str]:
         """Of the rows up to ``step`` by their file's name; of the warm start's, which come before them, all. Of the
         doctor's none: a run ends with the same checkpoints whether one looks on or not."""
-        parts = (self._metrics, step), (self._warm_start, LARGEST_SIZE)
+        parts = (self.metrics, step), (self.warm_start, LARGEST_SIZE)
         found = {lines.path.name: lines.digest(last, deterministic) for lines, last in parts}
         return {name: digest for name, digest in found.items() if digest is not None}
 
     def rewind(self, step: int) -> None:
         """Forget the metrics and rollouts after ``step``: what a resume from checkpoint ``step`` begins with."""
-        self.truncate_metrics(step)
-        if self._doctor.path.is_file():
-            self._doctor.truncate(step)
+        if not self.writes():
+            return
+        self.metrics.truncate(step)
+        if self.doctor.path.is_file():
+            self.doctor.truncate(step)
         own(self.path / "rollouts")
         for late in self.rollout_steps():
             if late > step:
@@ -339,9 +321,6 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
-
-    def checkpoint_path(self, step: int) -> Path:
-        return self.checkpoints / f"step-{step}"
 
     def checkpoint_steps(self) -> list[int]:
         """The steps with a checkpoint, in order. Unfinished ones have other names and are not among them."""
@@ -367,7 +346,6 @@ class RunDirectory:
 
     def _sweep(self) -> None:
         """Delete the temporaries of killed writers: one that was killed before ``config.yaml`` left some as well."""
-        self._require_lock()
         for folder in (self.path, self.path / "rollouts", self.path / "checkpoints"):
             remove_leftovers(folder)
 
@@ -379,21 +357,18 @@ class RunDirectory:
     def _take_lock(self) -> None:
         self._lock = locked(self.path / "run.lock", "choose another run_dir")
 
-    def _require_lock(self) -> None:
+    def writes(self) -> bool:
+        """Whether what is to be written is; ``RuntimeError`` without the lock."""
         if self._lock is None:
             raise RuntimeError(f"{self.path} is open for reading only; use RunDirectory.open(path, write=True)")
+        return True
 
 
 class Onlooker(RunDirectory):
     """The run of a process beside the one that writes it: what it would write is dropped, not an error."""
 
-    def _dropped(self, *_: Any) -> None:
-        pass
-
-    append_metrics = truncate_metrics = append_warm_start = truncate_warm_start = rewind = append_doctor = _dropped  # type: ignore[assignment]
-
-    def write_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
-        return self.rollouts_path(step)
+    def writes(self) -> bool:
+        return False
 
 
 def _check_environment(environment: dict[str, Any], where: str) -> None:

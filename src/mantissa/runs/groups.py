@@ -195,7 +195,7 @@ def _read(path: Path) -> Run:
             )
         directory = RunDirectory(path)
         config = directory.config if (path / "config.yaml").is_file() else None
-        run = Run(path, directory.read_metrics(), config, directory.environment)
+        run = Run(path, directory.metrics.read(), config, directory.environment)
     except (OSError, UnicodeDecodeError) as error:
         raise MantissaError(f"cannot read the run {path}: {error}") from None
     if not run.rows:
@@ -315,14 +315,14 @@ def _stem(names: Sequence[str]) -> str:
 # What the seeds of a group say.
 
 
-def wilson(share: float, n: int, level: float = LEVEL) -> tuple[float, float]:
+def wilson(share: float, n: int) -> tuple[float, float]:
     """Wilson's score interval of a fraction ``share`` = k / n (Wilson 1927).
 
-    (p + z^2/2n +- z sqrt(p (1 - p)/n + z^2/4n^2)) / (1 + z^2/n), z the normal quantile of ``level``.
+    (p + z^2/2n +- z sqrt(p (1 - p)/n + z^2/4n^2)) / (1 + z^2/n), z the normal quantile of ``LEVEL``.
     """
     if n < 1 or not 0 <= share <= 1:
         raise ValueError(f"expected a fraction of at least one, got {share} of {n}")
-    z = NormalDist().inv_cdf((1 + level) / 2)
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
     middle = share + z * z / (2 * n)
     half = z * math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
     whole = 1 + z * z / n

@@ -71,7 +71,7 @@ _BOTH = (
 
 def build_report(run: RunDirectory) -> Path:
     """Write the run's ``report.html``, atomically, and return its path. Needs no lock: it only reads the rest."""
-    rows, warm_start = run.read_metrics(), run.read_warm_start()
+    rows, warm_start = run.metrics.read(), run.warm_start.read()
     rollouts = recent_rollouts(run)
     config, environment = run.config, run.environment
     expected = expected_gap(environment, config)
@@ -241,7 +241,7 @@ def _excursions(excursions: Sequence[Excursion]) -> list[Block]:
 
 def _doctor(run: RunDirectory) -> list[Block]:
     """The doctor's last answer, and which of its others were a fault; nothing where the recipe asked for none."""
-    rows = run.read_doctor()
+    rows = run.doctor.read()
     if not rows:
         return []
     last, ill = rows[-1], [str(row["step"]) for row in rows if row.get("fault")]
@@ -258,7 +258,7 @@ def _game(run: RunDirectory, rows: Rows) -> list[Block]:
     inner = run.inner_run
     if inner is None:
         return []
-    theirs = inner.read_metrics()
+    theirs = inner.metrics.read()
     where = page.link(inner.report_path.relative_to(run.path), "its own page")
     game = [*lines_of(rows, _GAME), *lines_of(rows, _FIRST, (5, 2)), *lines_of(rows, _HELD_OUT, (2, 2))]
     drawn = [

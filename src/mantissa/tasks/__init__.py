@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from mantissa.base.config import first_mistake
 from mantissa.base.errors import MantissaError
 from mantissa.tasks.code import CodeConfig, CodeTask
-from mantissa.tasks.datasets import DatasetConfig, DatasetTask, read_problems
+from mantissa.tasks.datasets import DatasetConfig, DatasetTask
 from mantissa.tasks.functions import batched
 from mantissa.tasks.generated import (
     Addition,
@@ -115,5 +115,5 @@ class Grader:
 __all__ = [
     "TASKS", "CodeConfig", "DatasetConfig", "DatasetTask", "Grader", "Message", "Problem", "RequestsConfig", "Reviews",
     "Reward", "Script", "Task", "TaskConfig", "Verifier",
-    "batched", "build_task", "read_problems", "verifier_named",
+    "batched", "build_task", "verifier_named",
 ]  # fmt: skip

@@ -25,9 +25,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from mantissa.base.errors import MantissaError
+from mantissa.base.readers.child import Limits
 from mantissa.base.readers.json import VALUE, parse_json
 from mantissa.tasks.generated import GeneratedTask
-from mantissa.tasks.sandbox.run import Isolation, Limits, Sandbox
+from mantissa.tasks.sandbox.run import Isolation, Sandbox, limits_of
 from mantissa.tasks.types import (
     TERMS_HELP,
     GeneratedConfig,
@@ -114,7 +115,7 @@ class CodeVerifier(Verifier):
 
     @property
     def _limits(self) -> Limits:
-        return Limits(self.time_limit_s, int(self.time_limit_s) + 1, self.memory_mib * 2**20)
+        return limits_of(self.time_limit_s, self.memory_mib)
 
     def prepare(self) -> None:
         """Start the sandbox and try it; raises ``MantissaError`` where it does not isolate as asked."""

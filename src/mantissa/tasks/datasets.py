@@ -420,28 +420,16 @@ def read_problems(
     chat: bool = False,
     on_bad_row: OnBadRow = "error",
     columns: Columns | None = None,
-) -> tuple[list[Problem], DatasetSummary]:
-    """The distinct problems of ``files`` in file order, and the account of what was dropped.
+    whole: bool = False,
+) -> tuple[dict[str, Problem], DatasetSummary]:
+    """The distinct problems of ``files`` in file order, each under the text of its prompt before any template, and the
+    account of what was dropped.
 
     ``template``: the prompt of a plain row, with ``{problem}`` where its text goes; None is ``DEFAULT_TEMPLATE``.
     ``chat``: make it one user message instead of plain text. Rows that are chats bring their own messages, so both
     are errors there. ``columns``: of plain rows with other names. ``on_bad_row``: ``error`` raises, naming the first;
-    ``skip`` counts and lists them in the summary.
+    ``skip`` counts and lists them in the summary. ``whole``: with all columns of a row, for a reward function.
     """
-    kept, summary = _read(files, schema, template, chat, on_bad_row, columns)
-    return list(kept.values()), summary
-
-
-def _read(
-    files: Sequence[str | Path],
-    schema: Schema | None,
-    template: str | None,
-    chat: bool,
-    on_bad_row: OnBadRow,
-    columns: Columns | None = None,
-    whole: bool = False,
-) -> tuple[dict[str, Problem], DatasetSummary]:
-    """``read_problems``, with each problem under its key: the text of its prompt before any template."""
     with_place(template)
     kept: dict[str, Problem] = {}
     keys: dict[object, str] = {}  # prompt as read -> its key: repeated rows, the most of a large file, cost a look-up
@@ -504,9 +492,9 @@ class DatasetTask(Task):
         self.heldout_summary: DatasetSummary | None = None
         of_ones_own = any(term.function is not None for term in config.reward or ())
         how = (config.row_schema, config.template, config.chat, config.on_bad_row, config.columns, of_ones_own)
-        problems, self.summary = _read(config.files, *how)
+        problems, self.summary = read_problems(config.files, *how)
         if config.heldout_files:
-            heldout, self.heldout_summary = _read(config.heldout_files, *how)
+            heldout, self.heldout_summary = read_problems(config.heldout_files, *how)
         else:
             fraction = DEFAULT_HELDOUT_FRACTION if config.heldout_fraction is None else config.heldout_fraction
             shares = {key: _share(seed, key) for key in problems}

@@ -12,8 +12,7 @@ from mantissa.training.checkpoint import (
     saved_steps,
 )
 from mantissa.training.clipping import adaptive_clip_
-from mantissa.training.gradients import where_nonfinite
-from mantissa.training.nonfinite import FirstNonfinite, first_nonfinite
+from mantissa.training.nonfinite import first_nonfinite, where_nonfinite
 from mantissa.training.optimizer import (
     Masters,
     MasterWeights,
@@ -41,7 +40,6 @@ __all__ = [
     "AutoScaler",
     "Backward",
     "Checkpoint",
-    "FirstNonfinite",
     "FixedScaler",
     "LossScaler",
     "MasterWeights",

@@ -19,14 +19,19 @@ either.
 
 In a backward the module is the one whose output's gradient arrived last; what adds the gradients of a residual path is
 so counted to one of its two ends. Before the first has arrived it is the loss's own backward.
+
+``where_nonfinite`` and ``anomaly`` repeat a pass instead: at a synchronisation for each module, and by autograd's own
+look at what made a NaN.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -35,7 +40,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from mantissa.base.ranks import local
+from mantissa.base.ranks import ALONE, Ranks, local
 from mantissa.precision.formats import BF16, FP16, FP32
 
 _ON_PURPOSE = ("aten::masked_fill", "aten::fill", "aten::where")  # and what has the infinity among its numbers
@@ -82,8 +87,13 @@ class Nonfinite:
         return f"{said}, and in float64 the result reaches {self.needed:.3g}{more}"
 
 
-class FirstNonfinite:
-    """``first_nonfinite``'s context. ``found``: None as long as nothing is wrong; settled where the context ends."""
+class first_nonfinite:  # noqa: N801 - named as it is used, as contextlib's are
+    """A context that finds the first operation whose result is not finite: ``with first_nonfinite(model) as found``.
+
+    Forward, loss and backward belong inside. Afterwards ``str(found)`` is one sentence, and ``found.found`` a
+    ``Nonfinite`` or None. Nothing is changed: neither values nor what is raised. Costs one synchronisation for each
+    operation. It sees torch's operations, so a compiled model is looked at as what its graph calls; run it eagerly.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -173,7 +183,7 @@ class FirstNonfinite:
 
 
 class _Watch(TorchDispatchMode):
-    def __init__(self, owner: FirstNonfinite) -> None:
+    def __init__(self, owner: first_nonfinite) -> None:
         super().__init__()
         self.owner = owner
 
@@ -261,11 +271,76 @@ def _in_float64(func: Any, given: Any, largest: float) -> float | None:
     return most if math.isfinite(most) else None
 
 
-def first_nonfinite(model: nn.Module) -> FirstNonfinite:
-    """A context that finds the first operation whose result is not finite: ``with first_nonfinite(model) as found``.
+class Seen(Enum):
+    """In what a value that is not finite was seen first; the value is its words."""
 
-    Forward, loss and backward belong inside. Afterwards ``str(found)`` is one sentence, and ``found.found`` a
-    ``Nonfinite`` or None. Nothing is changed: neither values nor what is raised. Costs one synchronisation for each
-    operation. It sees torch's operations, so a compiled model is looked at as what its graph calls; run it eagerly.
+    OUTPUT = "the output of "
+    OUTPUT_GRADIENT = "the gradient of the output of "
+    PARAMETER_GRADIENT = "the gradient of "
+    NOWHERE = "nothing: the values were finite when the pass was repeated"
+
+
+@dataclass(frozen=True)
+class NonfiniteValue:
+    """The first value of a pass that is not finite: of which module or parameter, and how many of its values are so."""
+
+    seen: Seen
+    name: str = ""
+    bad: int = 0
+    values: int = 0
+
+    def __str__(self) -> str:
+        counted = "" if self.seen is Seen.NOWHERE else f"{self.name} ({self.bad} of {self.values} values)"
+        return f"{self.seen.value}{counted}"
+
+
+def where_nonfinite(model: nn.Module, work: Callable[[], object], ranks: Ranks = ALONE) -> NonfiniteValue:
+    """Run ``work`` (a forward and backward through ``model``) and name the first module with a non-finite value.
+
+    Looks at module outputs in the order of the forward, then at gradients of outputs in the order of the backward,
+    then at the parameters' gradients. Costs one synchronisation per module: call it only when something is wrong. Of
+    several ranks, what the one found in which it began.
     """
-    return FirstNonfinite(model)
+    found: list[NonfiniteValue] = []
+    handles = []
+
+    def check(values: Any, seen: Seen, label: str) -> None:
+        for value in values if isinstance(values, (tuple, list)) else (values,):
+            if found or not isinstance(value, Tensor) or not value.is_floating_point():
+                continue
+            finite = local(value.detach()).isfinite()
+            if not finite.all():
+                found.append(NonfiniteValue(seen, label, int((~finite).sum()), finite.numel()))
+
+    for name, module in model.named_modules():
+        label = name or type(model).__name__
+
+        def on_forward(module: nn.Module, args: Any, output: Any, label: str = label) -> None:
+            check(output, Seen.OUTPUT, label)
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(lambda grad: check(grad, Seen.OUTPUT_GRADIENT, label))
+
+        handles.append(module.register_forward_hook(on_forward))
+    try:
+        work()
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, parameter in model.named_parameters():
+        check(parameter.grad, Seen.PARAMETER_GRADIENT, name)
+    every = ranks.gather(found[0] if found else NonfiniteValue(Seen.NOWHERE))
+    # the sum over ranks carries it to all parameters: what saw it in an output saw it where it began
+    return min(every, key=lambda each: (each.seen is Seen.NOWHERE, each.seen is Seen.PARAMETER_GRADIENT))
+
+
+def anomaly(work: Callable[[], object]) -> str:
+    """What autograd's anomaly mode says of ``work``: the operation whose gradient is NaN, and the forward's line."""
+    with warnings.catch_warnings(record=True) as caught, torch.autograd.set_detect_anomaly(True):
+        warnings.simplefilter("always")
+        try:
+            work()
+        except RuntimeError as error:
+            trace = [line.strip() for w in caught for line in str(w.message).splitlines() if line.strip()]
+            files = [line for line in trace if line.startswith("File ")]
+            return f"anomaly mode: {error}" + (f", made at {files[-1]}" if files else "")
+    return "anomaly mode: no operation made a NaN gradient (it does not look for inf)"

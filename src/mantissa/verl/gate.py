@@ -37,7 +37,7 @@ from mantissa.base.errors import MantissaError, say
 from mantissa.base.files import write_atomically
 from mantissa.base.readers.json import read_json
 from mantissa.doctor.diagnosis import Diagnosis, Verdict
-from mantissa.doctor.dump import routes
+from mantissa.doctor.dump import caps, routes
 from mantissa.doctor.gate import Gate
 from mantissa.doctor.record import ScoredBatch, write_batch
 from mantissa.verl.refusals import get
@@ -81,7 +81,7 @@ class TrainerGate:
         self.trainer = config.trainer
         self.folder = Path(config.trainer.default_local_dir) / "doctor"
         self.formats = _formats(config.actor_rollout_ref)
-        self.experts = _experts(get(config, "actor_rollout_ref.model.path"))
+        self.experts, self.soft_cap = _model(get(config, "actor_rollout_ref.model.path"))
         self.lines: list[str] = []
         self.looked = 0
         self.gate = Gate(every, "stop" if on_fault == "stop" else "warn", framework="verl", say=self._say)
@@ -134,6 +134,7 @@ class TrainerGate:
             temperature=float(self.rollout.temperature),
             **self.formats,
             experts=self.experts,
+            soft_cap=self.soft_cap,
             rollout_version=[versions[row] for row in rows],
             learner_version=step - 1,
         )
@@ -238,12 +239,14 @@ class OldTrainerGate(TrainerGate):
         return [prompts[row][real[row]].tolist() for row in rows], [table[rows] for table in (*tables, learner)]
 
 
-def _experts(path: str | None) -> bool | None:
-    """Whether the model of a folder is a mixture of experts, by its config.json; None where it cannot be read here."""
-    if not path:
-        return None
-    file = Path(path) / "config.json"
-    return routes(read_json(file)) if file.is_file() else None
+def _model(path: str | None) -> tuple[bool | None, bool | None]:
+    """Whether the policy in a folder is a mixture of experts, and whether it caps its logits, by its config.json;
+    None where it cannot be read here."""
+    file = Path(path or "") / "config.json"
+    if not path or not file.is_file():
+        return None, None
+    config = read_json(file)
+    return routes(config), caps(config)
 
 
 def _formats(section: Any) -> dict[str, str | None]:

@@ -59,7 +59,7 @@ def test_each_process_loads_its_own_from_whole_masters_and_from_slices(tmp_path:
 
 def check(run: Path, precision: str, versions: list[int], evidence: str) -> None:
     found = RunDirectory.open(run)
-    rows = found.read_metrics()
+    rows = found.metrics.read()
     assert [row["rollout/version"] for row in rows] == versions
     low, high = GAPS[precision]
     for row in rows:

@@ -115,8 +115,8 @@ class Archive:
         self.buffer.close()
 
 
-def parent_weights(candidates: Sequence[Candidate], steepness: float = STEEPNESS, middle: float = 0.5) -> list[float]:
-    """sigmoid(steepness (score - middle)) / (1 + children) of each kept candidate, 0 for the others.
+def parent_weights(candidates: Sequence[Candidate]) -> list[float]:
+    """sigmoid(``STEEPNESS`` (score - 1/2)) / (1 + children) of each kept candidate, 0 for the others.
 
     Source: Zhang et al., "Darwin Goedel Machine" (2025), arXiv:2505.22954, with its values.
     """
@@ -125,8 +125,7 @@ def parent_weights(candidates: Sequence[Candidate], steepness: float = STEEPNESS
         for parent in each.parents[:1]:
             children[parent] = children.get(parent, 0) + 1
     return [
-        each.kept / (1 + math.exp(-steepness * (each.score - middle))) / (1 + children[each.number])
-        for each in candidates
+        each.kept / (1 + math.exp(-STEEPNESS * (each.score - 0.5))) / (1 + children[each.number]) for each in candidates
     ]
 
 

@@ -15,7 +15,7 @@ from mantissa.base.bounds import boundary, regular_file
 from mantissa.base.errors import MantissaError, nearest
 from mantissa.base.readers.yaml import RECORDED, read_yaml
 from mantissa.tasks.code import MAX_PROGRAM_CHARACTERS, CodeVerifier, same
-from mantissa.tasks.sandbox.run import Limits, Sandbox
+from mantissa.tasks.sandbox.run import Sandbox, limits_of
 
 SHIPPED = Path(__file__).with_name("tasks.yaml")
 Test = tuple[list[Any], Any]
@@ -62,8 +62,7 @@ class Judge:
         self, timeout_s: float = 1.0, memory_mib: int = 256, isolation: Any = "required", workers: int = 2
     ) -> None:
         CodeVerifier(isolation=isolation).prepare()
-        limits = Limits(timeout_s, int(timeout_s) + 1, memory_mib * 2**20)
-        self._sandboxes = [Sandbox(limits) for _ in range(workers)]
+        self._sandboxes = [Sandbox(limits_of(timeout_s, memory_mib)) for _ in range(workers)]
         self._free = SimpleQueue[Sandbox]()
         for sandbox in self._sandboxes:
             self._free.put(sandbox)

@@ -121,7 +121,7 @@ def from_answer(request: ProposalRequest, answer: str) -> Proposal | None:
 class Policy:
     """A model of ours, or any Hugging Face folder, through the native rollout engine."""
 
-    def __init__(self, model: str, precision: str, max_tokens: int, temperature: float, device: str = "auto") -> None:
+    def __init__(self, model: str, precision: str, max_tokens: int, temperature: float) -> None:
         from mantissa.base.ranks import choose_device
         from mantissa.kernels import resolve, rollout_kernels
         from mantissa.model import policy_weights
@@ -130,7 +130,7 @@ class Policy:
         from mantissa.rl.policy import open_policy, policy_folder
         from mantissa.rollout import NativeEngine, SamplingParams
 
-        place = choose_device(device)
+        place = choose_device("auto")
         resolved = resolve(PrecisionPolicy.parse(precision), place)
         prove(resolved, place)
         policy, self._tokenizer = open_policy(policy_folder(model), None, 0)

@@ -23,14 +23,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from mantissa.base import jail
 from mantissa.base.errors import MantissaError
-from mantissa.base.readers.child import cause_of_death
+from mantissa.base.readers.child import Limits, cause_of_death
 from mantissa.base.readers.json import VALUE, parse_json
 
 _LONGEST_NAME = 200  # characters of an exception's
@@ -40,14 +40,12 @@ _GRACE_S = 5.0  # for an answer of the server, which has nothing to wait for: it
 _START_S = 60.0
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Of one program: wall clock and CPU seconds, address space, bytes of what it returns."""
+PROGRAM = Limits(wall_s=2.0, cpu_s=2, memory_bytes=256 * 2**20, output_bytes=2**18)
 
-    wall_s: float = 2.0
-    cpu_s: int = 2
-    memory_bytes: int = 256 * 2**20
-    output_bytes: int = 2**18
+
+def limits_of(seconds: float, mib: int) -> Limits:
+    """What one program may take, in seconds of the clock and mebibytes; of the processor a second more."""
+    return replace(PROGRAM, wall_s=seconds, cpu_s=int(seconds) + 1, memory_bytes=mib * 2**20)
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class Sandbox:
     Where it dies or falls silent it is replaced, and the program at hand ends with ``sandbox lost``.
     """
 
-    def __init__(self, limits: Limits = Limits()) -> None:
+    def __init__(self, limits: Limits = PROGRAM) -> None:
         self.limits = limits
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None  # to the process
