@@ -35,6 +35,7 @@ from torch import Tensor
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import compiled, cpu
 from mantissa.kernels import probe as probes
+from mantissa.kernels.compiled import Kind, Part
 from mantissa.kernels.cpu import Products, packable, packed
 from mantissa.kernels.exact.bf16 import ExactBf16Kernels
 from mantissa.kernels.exact.kernels import (
@@ -83,24 +84,22 @@ def plan_exact(
         raise ValueError(f"plan_exact is for an exact role on a CPU, not for {role.kernels} {role.role} on {device}")
     if fastest not in WAYS:
         raise ValueError(f"fastest={fastest!r}: expected one of {', '.join(WAYS)}")
-    started = time.perf_counter()
-    generator = torch.Generator().manual_seed(0)
+    started, generator = time.perf_counter(), torch.Generator().manual_seed(0)
     own = role.active is BF16 and role.backend == "native"
     small = {_SMALL: "", **({} if role.fp8 is None else {probes.WEIGHT: ""})}
     wide = shapes.wide if own and not simulated_too else shapes.sizes
     multiplied = [(False, *each) for each in (wide | small).items()]
     multiplied += [(True, *each) for each in (shapes.rounded | small).items()] if own else []
     ways = WAYS[WAYS.index(fastest) :]
-    faster = (cpu.products() if table is None else table).compiled
-    faster = faster if "attention" in faster else ()  # a table of a run that began with tiles has none
-    kind = "bf16" if role.active is BF16 else "fp16" if role.active is FP16 else "fp32"
-    in_order = ("fp32" if role.fp8 is not None or simulated_too else kind) in faster, own and "pairs" in faster
+    faster = _compiled_parts(table)
+    # What multiplies bf16 pairs, and what does not.
+    in_order = own and "pairs" in faster, ("fp32" if simulated_too else _kind_of(role)) in faster
     present, agree = torch.get_num_threads(), True
     with torch.no_grad():
         products: dict[bool, dict[tuple[int, ...], Choice]] = {True: {}, False: {}}
         for bf16, size, names in multiplied:
             pairs = own and (bf16 or not simulated_too)
-            tried = _Product(size, shapes, generator, bf16, pairs, in_order[pairs])
+            tried = _Product(size, shapes, generator, bf16, pairs, in_order[not pairs])
             choice = tried.choose(f"the product {names} {size[1]}x{size[0]}", ways, role)
             products[bf16][size] = dataclasses.replace(choice, names=names)
             if present > 1:
@@ -123,6 +122,18 @@ def plan_exact(
     numbers, seconds = " and ".join(map(str, proven)), time.perf_counter() - started
     checked = f"row-invariant too: {checked}; {numbers} threads; probed in {seconds:.1f} s"
     return dataclasses.replace(plan, checked=checked)
+
+
+def _compiled_parts(table: cpu.CpuProducts | None) -> tuple[Part, ...]:
+    """What was measured to be faster; nothing by a table without attention, of a run that began with tiles."""
+    faster = (cpu.products() if table is None else table).compiled
+    return faster if "attention" in faster else ()
+
+
+def _kind_of(role: ResolvedRole) -> Kind:
+    if role.fp8 is not None:
+        return "fp32"
+    return "bf16" if role.active is BF16 else "fp16" if role.active is FP16 else "fp32"
 
 
 @contextmanager

@@ -16,7 +16,6 @@ where it is used, and autograd casts the gradient back.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +28,7 @@ from mantissa.kernels.simulated import (
     CachedMask,
     CausalAttention,
     Linear,
-    Product,
+    ProductOf,
     RMSNorm,
     Rotate,
     activation_values,
@@ -239,23 +238,3 @@ def _is_int8(fp8: Fp8Policy | None) -> bool:
 def _by_triton(x: Tensor) -> bool:
     """Whether fp8 is codes that Triton multiplies; on a CPU it is values on their grid."""
     return x.is_cuda
-
-
-class ProductOf(torch.autograd.Function):
-    """x @ w^T + b by ``product``; its gradients by torch's products, with operands in the dtype of ``x``."""
-
-    @staticmethod
-    def forward(ctx: Any, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, product: Product) -> Tensor:
-        ctx.save_for_backward(x_NE, weight_FE)
-        out = product(x_NE.reshape(-1, x_NE.shape[-1]), weight_FE, bias_F)
-        return out.view(*x_NE.shape[:-1], out.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x_NE, weight_FE = ctx.saved_tensors
-        grad_NF = grads[0].to(x_NE.dtype)  # the logits' gradient is fp32
-        flat = grad_NF.reshape(-1, grad_NF.shape[-1])
-        grad_x = grad_NF @ weight_FE if ctx.needs_input_grad[0] else None
-        # None of a frozen head: V by E values that nobody reads.
-        grad_weight = flat.t() @ x_NE.reshape(-1, x_NE.shape[-1]) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, flat.sum(0) if ctx.needs_input_grad[2] else None, None

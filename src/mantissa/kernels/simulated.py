@@ -322,6 +322,26 @@ class Linear(Operation):
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
+class ProductOf(torch.autograd.Function):
+    """x @ w^T + b by ``product``; its gradients by torch's products, with operands in the dtype of ``x``."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, product: Product) -> Tensor:
+        ctx.save_for_backward(x_NE, weight_FE)
+        out = product(x_NE.reshape(-1, x_NE.shape[-1]), weight_FE, bias_F)
+        return out.view(*x_NE.shape[:-1], out.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x_NE, weight_FE = ctx.saved_tensors
+        grad_NF = grads[0].to(x_NE.dtype)  # the logits' gradient is fp32
+        flat = grad_NF.reshape(-1, grad_NF.shape[-1])
+        grad_x = grad_NF @ weight_FE if ctx.needs_input_grad[0] else None
+        # None of a frozen head: V by E values that nobody reads.
+        grad_weight = flat.t() @ x_NE.reshape(-1, x_NE.shape[-1]) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, flat.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
 def inverse_rms(x_NE: Tensor, eps: float) -> Tensor:
     """s = (mean(x^2) + eps)^-1/2 of each row, in fp32, in every family: the sum of fp16's squares overflows fp16."""
     return x_NE.float().square().mean(-1, keepdim=True).add_(eps).rsqrt_()

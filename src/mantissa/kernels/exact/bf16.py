@@ -23,8 +23,8 @@ from mantissa.kernels.compiled import Laid, is_laid
 from mantissa.kernels.cpu import CpuProducts
 from mantissa.kernels.exact.kernels import PART, ExactAttention, Planned, cached, laid, product
 from mantissa.kernels.exact.plan import ExactPlan
-from mantissa.kernels.native import NativeKernels, ProductOf
-from mantissa.kernels.simulated import inverse_rms, norm_gradients
+from mantissa.kernels.native import NativeKernels
+from mantissa.kernels.simulated import ProductOf, inverse_rms, norm_gradients
 from mantissa.precision import BF16, FP32, BlockScaled, NumberFormat, round_to_format
 
 
