@@ -227,10 +227,11 @@ def test_only_instructions_that_are_there_and_not_held_back_are_used(
 
 @pytest.mark.parametrize("right", [True, False])
 def test_only_what_is_exact_and_faster_is_taken(monkeypatch: pytest.MonkeyPatch, right: bool) -> None:
-    times = {"oneDNN": 1.0, "fp32": 0.5, "bf16": 0.9, "fp16": 0.99, "pairs": 2.0}
+    times = {"oneDNN": 1.0, "fp32": 0.5, "bf16": 0.9, "fp16": 0.99, "pairs": 2.0, "torch": 1.0, "ours": 0.9}
     monkeypatch.setattr(cpu, "_least", lambda calls: {name: times[name] for name in calls})
     if not right:
-        product = Laid.product
+        product, attention = Laid.product, compiled.attention
         monkeypatch.setattr(Laid, "product", lambda self, x: product(self, x) + (self.kind == "fp32"))
+        monkeypatch.setattr(compiled, "attention", lambda *given: attention(*given) * 1.001)
     found = cpu._compiled(cpu.has_bf16(), torch.Generator().manual_seed(0))
-    assert found == (("fp32", "bf16") if right else ("bf16",))
+    assert found == (("fp32", "bf16", "attention", "rows") if right else ("bf16", "rows"))

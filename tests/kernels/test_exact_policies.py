@@ -51,7 +51,7 @@ def test_whatever_the_batch_a_token_has_one_log_prob(family: str, precision: str
         assert policies.different(samples[0], micro=micro) == 0
 
 
-@pytest.mark.parametrize(("way", "precision"), list(zip(WAYS, FORMATS, strict=True)))
+@pytest.mark.parametrize(("way", "precision"), list(zip(WAYS[1:], FORMATS, strict=True)))
 def test_every_way_is_equal_from_end_to_end(way: Any, precision: str) -> None:
     policies = Policies(make_model(FAMILIES["llama"]), exactly(precision), fastest=way)
     assert policies.plan is not None

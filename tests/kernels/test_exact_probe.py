@@ -174,7 +174,7 @@ def test_a_role_that_is_not_exact_or_not_on_a_cpu_is_a_programmers_error() -> No
         plan_exact(SHAPES, resolve(PrecisionPolicy(train="bf16"), "cpu").learner, "cpu")
     with pytest.raises(ValueError, match="not for exact simulated learner on cuda"):
         plan_exact(SHAPES, ROLE, "cuda")
-    with pytest.raises(ValueError, match="fastest='padded': expected one of tiles, one tile, fp64"):
+    with pytest.raises(ValueError, match="fastest='padded': expected one of in order, tiles, one tile, fp64"):
         plan_exact(SHAPES, ROLE, "cpu", "padded")  # type: ignore[arg-type]
 
 

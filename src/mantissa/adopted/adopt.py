@@ -303,7 +303,7 @@ def _plans(mode: Routed, role: Any, vocabulary: int, length: int) -> dict[tuple[
     plans: dict[tuple[int, int, int], ExactPlan] = {}
     for heads in sorted(mode.heads) or [(1, 1, 16)]:  # without attention: a recurrence alone
         shapes = ModelShapes(() if plans else products, *heads, vocabulary, length)
-        plans[heads] = plan_exact(shapes, role, "cpu")
+        plans[heads] = plan_exact(shapes, role, "cpu", masked=True)
     return plans
 
 

@@ -37,8 +37,7 @@ from mantissa.kernels import cpu
 from mantissa.kernels.cpu import Products
 from mantissa.kernels.exact.kernels import product
 from mantissa.kernels.exact.plan import Choice, ExactPlan
-from mantissa.kernels.native import ProductOf
-from mantissa.kernels.simulated import Product, ScaledLinear, weight_values
+from mantissa.kernels.simulated import Product, ProductOf, ScaledLinear, weight_values
 from mantissa.precision import FP32, Fp8Policy, NumberFormat, round_to_format
 
 Head = tuple[int, int, int]  # of an attention: query heads, key heads, head size

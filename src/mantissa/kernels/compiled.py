@@ -1,4 +1,4 @@
-"""Products of a few rows, compiled for this processor from ``products.c`` where a C compiler is there.
+"""Products, attention and what is computed row by row, compiled for this processor where a C compiler is there.
 
 A decode step multiplies a few rows by every weight, so its time is the time to read the weights. No library that comes
 with torch reads them as fast as the memory gives them: on one core of an AMD EPYC (Zen 4) one row of SmolLM2's
@@ -6,11 +6,13 @@ projections takes oneDNN 20 ms in bf16 and 40 ms in fp32, and these 10 and 20. T
 in bf16, and widen them as they are read, which is exact: a simulated half reads half of what fp32 reads.
 
 Each output is one fp32 sum over the inputs in order, so it does not depend on how many rows or threads there are.
+Attention in one call computes each query's row by itself, in one order of its own: no mask, no rows beside it.
 
 The library is built once a machine, in a second, and kept in the user's cache folder; a folder that others may write
 to is not used. ``cpu.py`` measures where it is the faster one, and a run's table of products says so.
 
-Legend: N rows (any leading shape), E features in, F features out.
+Legend: N rows (any leading shape), E features in, F features out. Of attention: B sequences, H query heads, K key
+heads, T queries, S keys, D head size.
 """
 
 from __future__ import annotations
@@ -33,12 +35,18 @@ from torch import Tensor
 
 from mantissa.base.environ import CPU_FLAGS
 from mantissa.base.errors import MantissaError
+from mantissa.precision import BF16, FP16, FP32, NumberFormat
 
 Kind = Literal["fp32", "bf16", "fp16", "pairs"]
+Part = Kind | Literal["attention", "rows"]  # of the library, each used where it was measured to be faster
 KINDS: tuple[Kind, ...] = ("fp32", "bf16", "fp16", "pairs")  # in the order of the source's enum
+PARTS: tuple[Part, ...] = (*KINDS, "attention", "rows")
 _HELD = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "pairs": torch.bfloat16}
-_SOURCE = Path(__file__).with_name("products.c")
+_FOLDER = Path(__file__).parent
+_SOURCES = tuple(_FOLDER / f"{name}.c" for name in ("products", "attention", "rows"))
+_HEADER = _FOLDER / "vectors.h"
 _COMPILERS = ("gcc", "cc", "clang")
+_FORMATS = (FP32, BF16, FP16)  # in the order of the sources' enum
 _SECONDS = 60.0  # that a compiler may take: it takes one
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
@@ -110,6 +118,89 @@ def fits(shape: Sequence[int], kind: Kind) -> bool:
     return len(shape) == 2 and shape[0] % library().mantissa_block() == 0 and not (kind == "pairs" and shape[1] % 2)
 
 
+def computes(width: int, fmt: NumberFormat) -> bool:
+    """Whether there is compiled code for rows of ``width`` values (attention: a head's) in this format."""
+    return built()[0] is not None and fmt in _FORMATS and width % library().mantissa_lanes() == 0
+
+
+def attention(
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, fmt: NumberFormat, seen_B: Tensor | None = None
+) -> Tensor:
+    """round(round(softmax(q k^T / sqrt(D))) v), of the last T positions of S, each to the keys up to its own.
+
+    fp32 or bf16 tensors, whose values are ``fmt``'s; each row is an fp32 sum of its own. ``seen_B``: int64, the keys
+    that a sequence's last query sees, at least T; None: all. Not differentiable. Shape and dtype of ``q``.
+    """
+    (batch, heads, queries, size), (kv_heads, keys) = q_BHTD.shape, k_BKSD.shape[1:3]
+    alike = (x.to(q_BHTD.dtype) for x in (q_BHTD, k_BKSD, v_BKSD))
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in alike)
+    seen_B = None if seen_B is None else seen_B.long().contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype)
+    sizes = batch, kv_heads, heads // kv_heads, queries, keys, size, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
+    threads = torch.get_num_threads() if batch * heads * queries * keys * size >= _SHARED else 1
+    failed = library().mantissa_attention(
+        q.element_size(), _FORMATS.index(fmt), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
+        None if seen_B is None else seen_B.data_ptr(), (ctypes.c_long * 15)(*sizes), size**-0.5,
+        threads, _team() if threads > 1 else None,
+    )  # fmt: skip
+    if failed:
+        raise MemoryError(f"attention over {keys} keys")
+    return out
+
+
+def norm(
+    x_NE: Tensor, weight_E: Tensor, eps: float, fmt: NumberFormat, added_NE: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x + added, rounded (x itself without), and its RMSNorm. fp32 or bf16, all alike. Not differentiable."""
+    x_NE, rows = x_NE.contiguous(), x_NE.numel() // x_NE.shape[-1]
+    added_NE = None if added_NE is None else added_NE.contiguous()
+    out_NE, total_NE = torch.empty_like(x_NE), x_NE if added_NE is None else torch.empty_like(x_NE)
+    library().mantissa_norm(
+        x_NE.element_size(), _FORMATS.index(fmt), x_NE.data_ptr(), None if added_NE is None else added_NE.data_ptr(),
+        weight_E.data_ptr(), total_NE.data_ptr(), out_NE.data_ptr(), rows, x_NE.shape[-1], eps,
+    )  # fmt: skip
+    return total_NE, out_NE
+
+
+def swiglu(gate_NE: Tensor, up_NE: Tensor, fmt: NumberFormat) -> Tensor:
+    """round(silu(gate)) * up, rounded. fp32 or bf16, parts of one tensor or two tensors. Not differentiable."""
+    rows, width = gate_NE.numel() // gate_NE.shape[-1], gate_NE.shape[-1]
+    if not gate_NE.stride() == up_NE.stride() == (*(gate_NE.stride(-2) * n for n in _outer(gate_NE)), 1):
+        gate_NE, up_NE = gate_NE.contiguous(), up_NE.contiguous()
+    out_NE = torch.empty(gate_NE.shape, dtype=gate_NE.dtype)
+    library().mantissa_swiglu(
+        gate_NE.element_size(), _FORMATS.index(fmt), gate_NE.data_ptr(), up_NE.data_ptr(), out_NE.data_ptr(), rows,
+        width, gate_NE.stride(-2) if gate_NE.dim() > 1 else width,
+    )  # fmt: skip
+    return out_NE
+
+
+def _outer(x: Tensor) -> list[int]:
+    """By how many rows each leading dimension steps, were the rows one after another."""
+    steps = [1]
+    for size in reversed(x.shape[1:-1]):
+        steps.insert(0, steps[0] * size)
+    return steps[: x.dim() - 1]
+
+
+def rotate(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, fmt: NumberFormat) -> Tensor:
+    """x * cos + rotate_half(x) * sin, rounded once. ``x`` fp32 or bf16, angles fp32. Not differentiable."""
+    x_BHTD = x_BHTD if x_BHTD.stride(3) == 1 else x_BHTD.contiguous()
+    cos_BTD, sin_BTD = cos_BTD.contiguous(), sin_BTD.contiguous()
+    out_BHTD = torch.empty(x_BHTD.shape, dtype=x_BHTD.dtype)
+    sizes = *x_BHTD.shape, *x_BHTD.stride()[:3], 0 if len(cos_BTD) == 1 else cos_BTD.stride(0)
+    library().mantissa_rotate(
+        x_BHTD.element_size(), _FORMATS.index(fmt), x_BHTD.data_ptr(), cos_BTD.data_ptr(), sin_BTD.data_ptr(),
+        out_BHTD.data_ptr(), (ctypes.c_long * 8)(*sizes),
+    )  # fmt: skip
+    return out_BHTD
+
+
+def parts() -> tuple[Part, ...]:
+    """What there is here."""
+    return (*kinds(), "attention", "rows") if kinds() else ()
+
+
 def kinds() -> tuple[Kind, ...]:
     """What can be multiplied so here; nothing without a compiler, or on a processor without AVX2."""
     if built()[0] is None:
@@ -160,7 +251,7 @@ def built() -> tuple[Any | None, str]:
     options = (*_AVX2, *(_AVX512 if "avx512f" in flags else ()), *(["-mavx512bf16"] if "avx512_bf16" in flags else []))
     try:
         with _folder() as folder:
-            return _opened(_kept(folder, compiler, ("-O3", *options, "-shared", "-fPIC"))), ""
+            return _opened(_kept(folder, compiler, ("-O3", "-ffp-contract=off", *options, "-shared", "-fPIC"))), ""
     except subprocess.TimeoutExpired:
         return None, f"{compiler} took more than {_SECONDS:.0f} s"
     except subprocess.CalledProcessError as error:
@@ -172,7 +263,8 @@ def built() -> tuple[Any | None, str]:
 def _kept(folder: Path, compiler: str, options: tuple[str, ...]) -> Path:
     """The library's file: of the cache, or made now."""
     about = os.stat(compiler)
-    key = repr((_SOURCE.read_bytes(), os.path.realpath(compiler), about.st_size, about.st_mtime_ns, options))
+    sources = [path.read_bytes() for path in (*_SOURCES, _HEADER)]
+    key = repr((sources, os.path.realpath(compiler), about.st_size, about.st_mtime_ns, options))
     path = folder / f"products-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if not path.is_file() or not _ours(path):
         _compile(compiler, options, path)
@@ -201,7 +293,7 @@ def _ours(path: Path) -> bool:
 
 def _compile(compiler: str, options: tuple[str, ...], path: Path) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    command = [compiler, *options, "-o", str(beside), str(_SOURCE)]
+    command = [compiler, *options, "-o", str(beside), *map(str, _SOURCES)]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL)
         beside.chmod(0o700)
@@ -214,9 +306,14 @@ def _opened(path: Path) -> Any:
     library = ctypes.CDLL(str(path))
     pointer, size, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
     library.mantissa_product.argtypes = [number, *[pointer] * 5, *[size] * 3, number, pointer]
+    library.mantissa_attention.argtypes = [*[number] * 2, *[pointer] * 6, ctypes.c_float, number, pointer]
+    library.mantissa_norm.argtypes = [*[number] * 2, *[pointer] * 5, size, size, ctypes.c_float]
+    library.mantissa_swiglu.argtypes = [*[number] * 2, *[pointer] * 3, *[size] * 3]
+    library.mantissa_rotate.argtypes = [*[number] * 2, *[pointer] * 5]
     library.mantissa_lay.argtypes = [number, pointer, pointer, size, size, number, number]
-    for function in (library.mantissa_product, library.mantissa_lay):
-        function.restype = None
+    nothing = "product", "lay", "norm", "swiglu", "rotate"  # is what these return
+    for name in nothing:
+        getattr(library, f"mantissa_{name}").restype = None
     return library
 
 

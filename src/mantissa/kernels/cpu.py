@@ -48,8 +48,8 @@ from mantissa.base.environ import CPU_MODEL
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.json import parse_json
 from mantissa.kernels import compiled
-from mantissa.kernels.compiled import KINDS, Kind, Laid
-from mantissa.precision import BlockScaled, int8_codes
+from mantissa.kernels.compiled import PARTS, Kind, Laid, Part
+from mantissa.precision import FP32, BlockScaled, NumberFormat, int8_codes
 
 Side = Literal["forward", "input", "weight", "heads"]
 Operands = Literal["fp32", "bf16"]  # what fp32 tensors hold: any values, or values on bf16's grid
@@ -119,6 +119,12 @@ class Products:
             if kind in of.compiled and compiled.fits(copy_FE.shape, kind)
             else packed(copy_FE)
         )
+
+    def has(self, part: Part, x_NE: Tensor, fmt: NumberFormat, width: int = 0) -> bool:
+        """Whether that compiled part was measured to be faster here, and computes rows like these."""
+        if x_NE.device.type != "cpu" or torch.is_grad_enabled() or not compiled.computes(width or x_NE.shape[-1], fmt):
+            return False
+        return part in (self.table or products()).compiled
 
     def heads(self, x: Tensor, rows: int, values: int) -> AbstractContextManager[None]:
         """Within this, batched products take the way of ``rows`` rows by ``values`` values for each head."""
@@ -239,7 +245,7 @@ class CpuProducts:
     int8_ratio: float = math.inf
     ways: Mapping[str, tuple[str, ...]] = field(default_factory=_unmeasured, hash=False)
     flushes: bool = False
-    compiled: tuple[Kind, ...] = ()
+    compiled: tuple[Part, ...] = ()
 
     @property
     def own(self) -> frozenset[str]:
@@ -277,16 +283,16 @@ class CpuProducts:
             ratios = [math.inf if record[name] is None else float(record[name]) for name in ("bf16", "int8")]
             ways = {key: tuple(record["ways"][key]) for key in _unmeasured()}
             flushes = record["flushes"]
-            kinds = tuple(kind for kind in KINDS if kind in record.get("compiled", ()))  # an older run has none
+            parts = tuple(part for part in PARTS if part in record.get("compiled", ()))  # an older run has none
         except (KeyError, TypeError, ValueError, AttributeError):
             raise MantissaError(f"{record!r:.60}: expected a table of products, as runs write it") from None
         if not all(_is_ways(rows, key.startswith("bf16")) for key, rows in ways.items()):
             raise MantissaError("a table of products has other ways or sizes than runs write; measure it anew")
         if not all(ratio > 0 for ratio in ratios) or not isinstance(flushes, bool):
             raise MantissaError(f"a table of products has ratios {ratios}; expected positive numbers")
-        if len(kinds) != len(record.get("compiled", ())):
-            raise MantissaError(f"a table of products has compiled ones of {record['compiled']}; expected of {KINDS}")
-        return CpuProducts(ratios[0], ratios[1], ways, flushes, kinds)
+        if len(parts) != len(record.get("compiled", ())):
+            raise MantissaError(f"a table of products has compiled ones of {record['compiled']}; expected of {PARTS}")
+        return CpuProducts(ratios[0], ratios[1], ways, flushes, parts)
 
     def __str__(self) -> str:
         ratios = {"bf16": self.ratio, "int8": self.int8_ratio}
@@ -337,7 +343,7 @@ def products() -> CpuProducts:
     about |= {
         name: value for name, value in sorted(os.environ.items()) if name.startswith(("ONEDNN_", "DNNL_", "MKL_"))
     }
-    about["compiled"] = " ".join(compiled.kinds())  # which a compiler that is installed later changes
+    about["compiled"] = " ".join(compiled.parts())  # which a compiler that is installed later changes
     key = json.dumps({**about, "oneDNN": torch.backends.mkldnn.is_available()}, sort_keys=True)
     root = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))  # "~" where there is no home
     path = root / "mantissa" / f"products-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
@@ -401,8 +407,8 @@ def measured() -> CpuProducts:
     return CpuProducts(ratios.get("bf16", math.inf), ratios.get("int8", math.inf), ways, flushes, faster)
 
 
-def _compiled(own_bf16: bool, generator: torch.Generator) -> tuple[Kind, ...]:
-    """The kinds whose compiled products are exact, and over the numbers of rows that decode take less time."""
+def _compiled(own_bf16: bool, generator: torch.Generator) -> tuple[Part, ...]:
+    """What is right of the compiled library, and over the numbers of rows that decode takes less time."""
     tried: list[Kind] = [kind for kind in compiled.kinds() if kind != "pairs" or own_bf16]
     if not tried:
         return ()
@@ -417,7 +423,36 @@ def _compiled(own_bf16: bool, generator: torch.Generator) -> tuple[Kind, ...]:
             calls = {str(kind): functools.partial(laid[kind].product, given) for kind in ours}
             least = _least({"oneDNN": functools.partial(onednn, given, theirs), **calls}) if ours else {}
             over |= {kind: over[kind] + math.log(least[kind] / least["oneDNN"]) for kind in ours}
-    return tuple(kind for kind in tried if over[kind] < len(_DECODED_ROWS) * math.log(_WORTH))
+    faster = [kind for kind in tried if over[kind] < len(_DECODED_ROWS) * math.log(_WORTH)]
+    others: list[tuple[Part, Any, Any, Any]] = [
+        ("attention", compiled.attention, _attention, [(rows, *shape, 64) for shape in ((8, 1), (2, 256), (2, 256))])
+        for rows in _DECODED_ROWS
+    ]
+    others += [("rows", _normed, _norm, [(rows, 4096)] * 2) for rows in _DECODED_ROWS]
+    ratios: dict[Part, float] = {}
+    for part, ours, theirs, shapes in others:
+        operands = [torch.randn(shape, generator=generator) for shape in shapes]
+        right = (ours(*operands, FP32).double() - theirs(*(each.double() for each in operands))).abs().max() < 2.0**-18
+        least = _least(
+            {"torch": functools.partial(theirs, *operands), "ours": functools.partial(ours, *operands, FP32)}
+        )
+        ratios[part] = ratios.get(part, 0.0) + (math.log(least["ours"] / least["torch"]) if right else math.inf)
+    return (*faster, *(part for part, over in ratios.items() if over < len(_DECODED_ROWS) * math.log(_WORTH)))
+
+
+def _norm(x_NE: Tensor, y_NE: Tensor) -> Tensor:
+    return F.rms_norm(x_NE + y_NE, x_NE.shape[-1:], y_NE[0], 1e-6)
+
+
+def _normed(x_NE: Tensor, y_NE: Tensor, fmt: NumberFormat) -> Tensor:
+    return compiled.norm(x_NE, y_NE[0], 1e-6, fmt, y_NE)[1]
+
+
+def _attention(q_BH1D: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
+    q_NGD = q_BH1D.reshape(k_BKSD.shape[0] * k_BKSD.shape[1], -1, q_BH1D.shape[-1])
+    k_NSD, v_NSD = k_BKSD.flatten(0, 1), v_BKSD.flatten(0, 1)
+    p_NGS = torch.softmax((q_NGD @ k_NSD.transpose(1, 2)).mul_(q_NGD.shape[-1] ** -0.5), -1)
+    return (p_NGS @ v_NSD).view(q_BH1D.shape)
 
 
 def _ratios() -> dict[str, float]:

@@ -33,8 +33,9 @@ import torch
 from torch import Tensor
 
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import cpu
+from mantissa.kernels import compiled, cpu
 from mantissa.kernels import probe as probes
+from mantissa.kernels.compiled import Kind, Part
 from mantissa.kernels.cpu import Products, packable, packed
 from mantissa.kernels.exact.bf16 import ExactBf16Kernels
 from mantissa.kernels.exact.kernels import (
@@ -50,7 +51,7 @@ from mantissa.kernels.exact.kernels import (
 from mantissa.kernels.exact.plan import WAYS, AttentionChoice, Choice, ExactPlan, ModelShapes, Way
 from mantissa.kernels.interface import Kernels
 from mantissa.kernels.roles import ResolvedRole
-from mantissa.precision import BF16, FP32, round_to_format
+from mantissa.precision import BF16, FP16, FP32, round_to_format
 
 _FEW = (4, 8)  # rows of a decode step that holds a few sequences: 0.6 of the time of 16 (576 x 1536, Zen 5)
 _TILES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -67,10 +68,15 @@ def plan_exact(
     device: torch.device | str,
     fastest: Way = WAYS[0],
     simulated_too: bool = False,
+    table: cpu.CpuProducts | None = None,
+    masked: bool = False,
 ) -> ExactPlan:
     """Probe this machine over ``shapes`` and choose: for each product, and for attention, ``fastest`` or a safer way.
 
     ``simulated_too``: the plan of a role in the processor's own bf16 serves a simulated one beside it as well.
+    ``table``: what was measured of compiled products; None: on this machine. ``masked``: attention may have any mask,
+    which the compiled one has not.
+
     Torch's number of threads is restored. ``MantissaError`` where not even the last way gives equal rows.
     """
     device = torch.device(device)
@@ -78,26 +84,30 @@ def plan_exact(
         raise ValueError(f"plan_exact is for an exact role on a CPU, not for {role.kernels} {role.role} on {device}")
     if fastest not in WAYS:
         raise ValueError(f"fastest={fastest!r}: expected one of {', '.join(WAYS)}")
-    started = time.perf_counter()
-    generator = torch.Generator().manual_seed(0)
+    started, generator = time.perf_counter(), torch.Generator().manual_seed(0)
     own = role.active is BF16 and role.backend == "native"
     small = {_SMALL: "", **({} if role.fp8 is None else {probes.WEIGHT: ""})}
     wide = shapes.wide if own and not simulated_too else shapes.sizes
     multiplied = [(False, *each) for each in (wide | small).items()]
     multiplied += [(True, *each) for each in (shapes.rounded | small).items()] if own else []
     ways = WAYS[WAYS.index(fastest) :]
+    faster = _compiled_parts(table)
+    # What multiplies bf16 pairs, and what does not.
+    in_order = own and "pairs" in faster, ("fp32" if simulated_too else _kind_of(role)) in faster
     present, agree = torch.get_num_threads(), True
     with torch.no_grad():
         products: dict[bool, dict[tuple[int, ...], Choice]] = {True: {}, False: {}}
         for bf16, size, names in multiplied:
-            tried = _Product(size, shapes, generator, bf16)
+            pairs = own and (bf16 or not simulated_too)
+            tried = _Product(size, shapes, generator, bf16, pairs, in_order[not pairs])
             choice = tried.choose(f"the product {names} {size[1]}x{size[0]}", ways, role)
             products[bf16][size] = dataclasses.replace(choice, names=names)
             if present > 1:
                 with threads(1):
                     agree = agree and tried.holds(choice)
+        attends = not masked and "attention" in faster and compiled.computes(shapes.head_dim, role.active)
         heads, attention = _planned_attention(
-            shapes, ways, role, generator, own and not simulated_too and cpu.has_bf16()
+            shapes, ways, role, generator, own and not simulated_too and cpu.has_bf16(), attends
         )
         if present > 1:
             with threads(1):
@@ -112,6 +122,18 @@ def plan_exact(
     numbers, seconds = " and ".join(map(str, proven)), time.perf_counter() - started
     checked = f"row-invariant too: {checked}; {numbers} threads; probed in {seconds:.1f} s"
     return dataclasses.replace(plan, checked=checked)
+
+
+def _compiled_parts(table: cpu.CpuProducts | None) -> tuple[Part, ...]:
+    """What was measured to be faster; nothing by a table without attention, of a run that began with tiles."""
+    faster = (cpu.products() if table is None else table).compiled
+    return faster if "attention" in faster else ()
+
+
+def _kind_of(role: ResolvedRole) -> Kind:
+    if role.fp8 is not None:
+        return "fp32"
+    return "bf16" if role.active is BF16 else "fp16" if role.active is FP16 else "fp32"
 
 
 @contextmanager
@@ -172,10 +194,21 @@ class _Product:
     """One product's tiles. Rows are drawn once; row r of the reference stands in no tile twice at the same place.
 
     ``bf16``: operands and result are bf16 tensors; where no tiles of such products agree, fp32 ones of the widened.
+    ``pairs``: compiled ones are of bf16 values, multiplied as such. ``in_order``: they were measured to be fast.
     """
 
-    def __init__(self, size: tuple[int, ...], shapes: ModelShapes, generator: torch.Generator, bf16: bool) -> None:
-        (outputs, inputs), self.biased = size, shapes.biased
+    def __init__(
+        self,
+        size: tuple[int, ...],
+        shapes: ModelShapes,
+        generator: torch.Generator,
+        bf16: bool,
+        pairs: bool,
+        in_order: bool,
+    ) -> None:
+        (outputs, inputs), self.biased, self.rounded = size, shapes.biased, bf16
+        fits = in_order and compiled.fits(size, "pairs" if pairs else "fp32")
+        self.in_order = Choice("in order", (), bf16=pairs) if fits else None
         self.sizes = [
             n for n in _TILES if n <= 64 or (n < 2 * shapes.rows and 2.0 * n * inputs * outputs <= _OPERATIONS)
         ]
@@ -199,6 +232,10 @@ class _Product:
     def choose(self, what: str, ways: tuple[Way, ...], role: ResolvedRole) -> Choice:
         failures = ["this processor has no products of bf16 tensors"] if self.missing else []
         for way in ways:
+            if way == "in order":
+                if self.in_order is not None and self._any_rows(self.in_order):
+                    return dataclasses.replace(self.in_order, why="each output is one sum over the inputs in order")
+                continue
             for library in self.libraries if way != "fp64" else self.libraries[-1:]:
                 found: list[Choice] = []
                 for base in (16, 64) if way == "tiles" else (64,):
@@ -233,13 +270,30 @@ class _Product:
     def _computed(self, choice: Choice, start: int, stop: int | None, weight_FE: Tensor) -> Tensor:
         """Some rows' results; with a bias's beside them where there is one."""
         x_ME, _, bias_F = self.drawn(choice.bf16)
+        if choice.bf16 and not self.rounded:  # values of bf16, and an fp32 result
+            x_ME, bias_F = x_ME.float(), None
         plain_MF = product(x_ME[start:stop], weight_FE, choice)
         if bias_F is None or not self.biased:
             return plain_MF
         return torch.cat((plain_MF, product(x_ME[start:stop], weight_FE, choice, bias_F)), 1)
 
+    def _any_rows(self, choice: Choice) -> bool:
+        """Whether rows among few have the bits that they have among many, and in bf16 the sums are fp32's."""
+        drawn = self.drawn(choice.bf16)
+        weight_FE = compiled.lay(drawn.placed[0][1], "pairs" if choice.bf16 else "fp32")
+
+        def work(x: Tensor, start: int) -> Tensor:
+            return self._computed(choice, start, start + len(x), weight_FE)
+
+        x_ME = drawn.x_ME[: ROWS[-1] + 4]
+        if self._reference != choice:
+            self._reference, self.reference_MF = choice, work(x_ME, 0)
+        return not other_bits(work, x_ME, self.reference_MF) and not (choice.bf16 and not self._keeps_sums())
+
     def holds(self, choice: Choice) -> bool:
-        """Whether the tiles of ``choice`` give the reference's bits here and now."""
+        """Whether ``choice`` gives the reference's bits here and now."""
+        if choice.way == "in order":
+            return self._any_rows(self._reference)
         return all(self._agrees(dataclasses.replace(choice, sizes=(size,))) for size in choice.sizes)
 
     def _agrees(self, choice: Choice) -> bool:
@@ -280,10 +334,18 @@ class _Call(NamedTuple):
 
 
 def _planned_attention(
-    shapes: ModelShapes, ways: tuple[Way, ...], role: ResolvedRole, generator: torch.Generator, own: bool
+    shapes: ModelShapes, ways: tuple[Way, ...], role: ResolvedRole, generator: torch.Generator, own: bool, attends: bool
 ) -> tuple[_Attention, AttentionChoice]:
-    """The fastest way that holds; where ``own``, by products of bf16 values first. ``MantissaError`` if none does."""
+    """The fastest way that holds: compiled where that ``attends``; where ``own``, by products of bf16 values before
+    fp32 ones. ``MantissaError`` if none does."""
     failures: list[str] = []
+    if ways[0] == "in order":
+        ways = ways[1:]
+        heads, in_order = _Attention(shapes, generator, False), AttentionChoice("in order", why="a row is its own")
+        difference = heads.together(in_order) if attends else ""
+        if attends and not difference:
+            return heads, in_order
+        failures += [f"in order differ at {difference}"] if attends else []
     for bf16 in (True, False) if own and ways[0] != "fp64" else (False,):
         heads = _Attention(shapes, generator, bf16)
         for way in ways[:1] if bf16 else ways:
@@ -332,6 +394,8 @@ class _Attention:
 
     def holds(self, choice: AttentionChoice) -> bool:
         """Whether the calls of ``choice`` give the reference's bits here and now."""
+        if choice.way == "in order":
+            return not self.together(choice)
         calls = self._calls(choice.heads, choice.rows, choice.positions, choice.keys)
         return all(self._agrees(choice.way, call) for call in calls) and not self.together(choice)
 
@@ -480,6 +544,8 @@ def _check_rest(shapes: ModelShapes, kernels: ExactKernels, role: ResolvedRole, 
         (f"rotation {half}", half, lambda x, _: torch.cat(((x * 999).cos(), (x * 999).sin()), -1)),
     ]
     names = _check_rows(kernels, shapes, torchs_own, role, generator)
+    if kernels.plan.attention.way == "in order":
+        return ", ".join(names)
     scores = torch.randn(3, kernels.plan.length, generator=generator) * 4
     seen = torch.rand(3, 1, generator=generator)
     for keys in range(2 * KEYS, kernels.plan.length + 1, KEYS):

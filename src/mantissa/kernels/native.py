@@ -16,20 +16,19 @@ where it is used, and autograd casts the gradient back.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mantissa.kernels import cpu
+from mantissa.kernels import compiled, cpu
 from mantissa.kernels.compiled import Kind, is_laid
 from mantissa.kernels.cpu import CpuProducts, Products
 from mantissa.kernels.simulated import (
     CachedMask,
     CausalAttention,
     Linear,
-    Product,
+    ProductOf,
     RMSNorm,
     Rotate,
     activation_values,
@@ -71,7 +70,7 @@ class NativeKernels:
         self.dtype = fmt.dtype
         self.logits_format = logits_format
         self.fp8 = fp8
-        self.weights_on_grid = copies and fp8 is not None
+        self.copies, self.weights_on_grid = copies, copies and fp8 is not None
         self.products = Products("bf16" if fmt is BF16 else "fp32", table)
         self._mask = CachedMask()
         self._flash_attn = fmt is not FP32 and importlib.util.find_spec("flash_attn") is not None
@@ -164,7 +163,13 @@ class NativeKernels:
     def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
         return token_logprob(logits_NV, tokens_N, temperature)
 
+    def by_rows(self, x_NE: Tensor, width: int = 0) -> bool:
+        """Whether compiled code computes it, of a policy that never trains: one that does has its own way for all."""
+        return self.copies and x_NE.dtype is self.dtype and self.products.has("rows", x_NE, self.format, width)
+
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        if self.by_rows(x_NE):
+            return compiled.norm(x_NE, self.weight(weight_E), eps, self.format)[1]
         if not x_NE.is_cuda and not torch.is_grad_enabled():  # the same arithmetic in torch's own loop over few calls
             return F.rms_norm(x_NE, weight_E.shape, None, eps) * self.weight(weight_E)
         if self._is_cpus_own(x_NE):
@@ -173,6 +178,8 @@ class NativeKernels:
         return (x * inverse_rms(x, eps)).to(self.dtype) * self.weight(weight_E)
 
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
+        if self.by_rows(gate_NE):
+            return compiled.swiglu(gate_NE, up_NE, self.format)
         return F.silu(gate_NE) * up_NE  # torch's silu computes in fp32 and rounds once
 
     def sigmoid(self, x_NE: Tensor) -> Tensor:
@@ -182,12 +189,16 @@ class NativeKernels:
         return (x_NE.float() * weight_N.unsqueeze(-1)).to(self.dtype)
 
     def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
+        if self.by_rows(x_BHTD, x_BHTD.shape[3] // 2):
+            return compiled.rotate(x_BHTD, cos_BTD, sin_BTD, self.format)
         return Rotate.of(x_BHTD.float(), cos_BTD, sin_BTD, FP32).to(self.dtype)
 
     def add(self, x_NE: Tensor, y_NE: Tensor) -> Tensor:
         return x_NE + y_NE
 
     def add_norm(self, x_NE: Tensor, y_NE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if self.by_rows(x_NE):
+            return compiled.norm(x_NE, self.weight(weight_E), eps, self.format, y_NE)
         total_NE = self.add(x_NE, y_NE)
         return total_NE, self.rms_norm(total_NE, weight_E, eps)
 
@@ -210,6 +221,8 @@ class NativeKernels:
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         (rows, heads, size), (kv_heads, keys) = q_BHD.shape, k_BKSD.shape[1:3]
+        if self.products.has("attention", q_BHD, self.format):
+            return compiled.attention(q_BHD.unsqueeze(2), k_BKSD, v_BKSD, self.format, length_B).squeeze(2)
         mask_N1S = self._mask(length_B, kv_heads, keys)
         with self.products.heads(q_BHD, heads // kv_heads, keys * size):
             q_NGD = q_BHD.reshape(rows * kv_heads, -1, size)
@@ -225,23 +238,3 @@ def _is_int8(fp8: Fp8Policy | None) -> bool:
 def _by_triton(x: Tensor) -> bool:
     """Whether fp8 is codes that Triton multiplies; on a CPU it is values on their grid."""
     return x.is_cuda
-
-
-class ProductOf(torch.autograd.Function):
-    """x @ w^T + b by ``product``; its gradients by torch's products, with operands in the dtype of ``x``."""
-
-    @staticmethod
-    def forward(ctx: Any, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, product: Product) -> Tensor:
-        ctx.save_for_backward(x_NE, weight_FE)
-        out = product(x_NE.reshape(-1, x_NE.shape[-1]), weight_FE, bias_F)
-        return out.view(*x_NE.shape[:-1], out.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x_NE, weight_FE = ctx.saved_tensors
-        grad_NF = grads[0].to(x_NE.dtype)  # the logits' gradient is fp32
-        flat = grad_NF.reshape(-1, grad_NF.shape[-1])
-        grad_x = grad_NF @ weight_FE if ctx.needs_input_grad[0] else None
-        # None of a frozen head: V by E values that nobody reads.
-        grad_weight = flat.t() @ x_NE.reshape(-1, x_NE.shape[-1]) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, flat.sum(0) if ctx.needs_input_grad[2] else None, None

@@ -25,6 +25,8 @@ from mantissa.kernels import cpu
 from mantissa.kernels.compiled import Laid
 from mantissa.kernels.cpu import Products
 from mantissa.kernels.interface import Kernels
+from mantissa.kernels.native import NativeKernels
+from mantissa.kernels.simulated import SimulatedKernels
 from mantissa.precision import (
     E4M3,
     FP16,
@@ -219,9 +221,8 @@ def probe(kernels: Kernels, device: torch.device | str) -> str:
         return kernels.linear(x.to(kernels.dtype), weight)
 
     checks = product_checks(kernels.format, linear, device, torch.autograd.grad, of_weight=not on_grid)
-    used = getattr(kernels, "products", None)
-    if isinstance(used, Products) and torch.device(device).type == "cpu":
-        checks += [*way_checks(used), *laid_checks(kernels)]
+    if isinstance(kernels, NativeKernels | SimulatedKernels) and torch.device(device).type == "cpu":
+        checks += [*way_checks(kernels.products), *laid_checks(kernels), *compiled_checks(kernels)]
     logits = kernels.logits(first_row([1.0, u / 4], device).to(kernels.dtype), first_row([1.0, 1.0], device))
     exact = torch.tensor(1 + u / 4, dtype=torch.float64)
     expected = round_to_format(exact, logits_format).item()
@@ -267,6 +268,31 @@ def laid_checks(kernels: Kernels) -> list[Check]:
     wrong = (laid.product(x)[:, 1:].double() != x.double() @ weight[1:].double().t()).sum()
     kept = laid.product(torch.eye(256)[:1])[0, 0].item()
     return [(f"multiplies copies exactly by compiled products ({laid.kind})", float(wrong) + abs(kept - digits), 0.0)]
+
+
+def compiled_checks(kernels: NativeKernels | SimulatedKernels) -> list[Check]:
+    """What compiled attention and rows must show where this family computes by them: each keeps the format's digits,
+    and a row attends to what it sees alone."""
+    fmt, checks = kernels.format, list[Check]()
+    digits = 1 + fmt.epsilon
+    with torch.no_grad():
+        q_BHD = torch.zeros(2, 2, 64).to(kernels.dtype)
+        keys = torch.zeros(2, 1, 8, 64).to(kernels.dtype)  # which all score alike: of four, a quarter is each one's
+        if kernels.products.has("attention", q_BHD, fmt):
+            got = kernels.cached_attention(q_BHD, keys, keys + digits, torch.full((2,), 4)).double()
+            values = (keys + digits).masked_fill(torch.arange(8).view(8, 1) >= 4, 0.0)
+            seen = kernels.cached_attention(q_BHD, keys, values, torch.full((2,), 4)).double()
+            wrong = (got - digits).abs().sum() + (seen - got).abs().sum()
+            checks.append(("attends exactly by compiled code", float(wrong), 0.0))
+        ones = torch.ones(3, 64).to(kernels.dtype)
+        if kernels.by_rows(ones):
+            norm = kernels.rms_norm(ones, ones[0] * digits, 0.0).double() - digits
+            gated = kernels.swiglu(ones * 32, ones * digits).double() - 32 * digits  # e^-32 is nothing beside 1
+            angles = torch.ones(1, 1, 64), torch.zeros(1, 1, 64)
+            turned = kernels.rotate(ones.view(1, 3, 1, 64) * digits, *angles).double()
+            wrong = norm.abs().sum() + gated.abs().sum() + (turned - digits).abs().sum()
+            checks.append(("computes rows exactly by compiled code", float(wrong), 0.0))
+    return checks
 
 
 def proved(checks: list[Check], name: str, where: str, also: str = "") -> str:

@@ -7,39 +7,14 @@ which is what memory gives fastest, and keeps ROWS x BLOCK sums in registers.
 Each output is one fp32 sum, over the inputs in order, by fused multiply-adds (pairs: by the processor's own products
 of two bf16 pairs). So it is the same however many rows, blocks or threads there are. */
 
-#include <immintrin.h>
-#include <stdint.h>
-#include <string.h>
+#include "vectors.h"
 
-#define INLINE static inline __attribute__((always_inline))
 #define ROWS 6
+#define LINE 32
 #define AT_ONCE 512 /* inputs at a time: a block of them stays in the cache from one group of rows to the next */
-#define UNROLL _Pragma("GCC unroll 8") for
-
-#ifdef __AVX512F__
-typedef __m512 vector;
-enum { LANES = 16, VECTORS = 4 };
-#define load_fp32(p) _mm512_loadu_ps(p)
-#define load_bf16(p) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)(p))), 16))
-#define load_fp16(p) _mm512_cvtph_ps(_mm256_loadu_si256((const void *)(p)))
-#define store _mm512_storeu_ps
-#define fused _mm512_fmadd_ps
-#define all _mm512_set1_ps
-#define zero _mm512_setzero_ps
-#else /* AVX2, FMA and F16C */
-typedef __m256 vector;
-enum { LANES = 8, VECTORS = 2 };
-#define load_fp32(p) _mm256_loadu_ps(p)
-#define load_bf16(p) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)(p))), 16))
-#define load_fp16(p) _mm256_cvtph_ps(_mm_loadu_si128((const void *)(p)))
-#define store _mm256_storeu_ps
-#define fused _mm256_fmadd_ps
-#define all _mm256_set1_ps
-#define zero _mm256_setzero_ps
-#endif
 enum { BLOCK = LANES * VECTORS };
 
-enum kind { FP32, BF16, FP16, PAIRS };
+enum kind { OF_FP32, OF_BF16, OF_FP16, PAIRS };
 
 /* One product: what every thread of it reads, and the next block that none has taken. */
 struct product {
@@ -118,20 +93,13 @@ OF_BLOCK(block_fp16, uint16_t, float, micro_fp16)
 OF_BLOCK(block_pairs, uint16_t, uint16_t, micro_pairs)
 #endif
 
-/* Round to nearest, ties to even; NaN stays NaN. */
-INLINE uint16_t to_bf16(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  return value != value ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-}
-
 static void of_block(const struct product *p, long at) {
   long start = at * BLOCK, first = start * p->in;
   float *y = p->y + start;
   switch (p->kind) {
-    case FP32: block_fp32((const float *)p->weight + first, p->x, y, p->rows, p->in, p->out); break;
-    case BF16: block_bf16((const uint16_t *)p->weight + first, p->x, y, p->rows, p->in, p->out); break;
-    case FP16: block_fp16((const uint16_t *)p->weight + first, p->x, y, p->rows, p->in, p->out); break;
+    case OF_FP32: block_fp32((const float *)p->weight + first, p->x, y, p->rows, p->in, p->out); break;
+    case OF_BF16: block_bf16((const uint16_t *)p->weight + first, p->x, y, p->rows, p->in, p->out); break;
+    case OF_FP16: block_fp16((const uint16_t *)p->weight + first, p->x, y, p->rows, p->in, p->out); break;
     case PAIRS:
 #ifdef __AVX512BF16__
       block_pairs((const uint16_t *)p->weight + first, p->x, y, p->rows, p->in, p->out);
@@ -153,8 +121,6 @@ static void work(void *of) {
     for (long end = at + p->share < blocks ? at + p->share : blocks; at < end; at++) of_block(p, at);
 }
 
-typedef void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
-
 /* `team`: GOMP_parallel of the library whose threads torch's own operations use; NULL: one thread. */
 void mantissa_product(int kind, const void *weight, const void *x, float *y, const float *bias, uint16_t *rounded,
                       long rows, long in, long out, unsigned threads, parallel team) {
@@ -170,10 +136,10 @@ void mantissa_product(int kind, const void *weight, const void *x, float *y, con
 #define LAY(NAME, VALUE)                                                                                          \
   static void NAME(const VALUE *from, VALUE *to, long in, long out, int group, int back) {                        \
     for (long f = 0; f < out; f += BLOCK)                                                                         \
-      for (long e = 0; e < in; e += group)                                                                        \
+      for (long start = 0; start < in; start += LINE) /* lines of a cache, each read and written once */          \
         for (int k = 0; k < BLOCK; k++)                                                                           \
-          for (int g = 0; g < group; g++) {                                                                       \
-            long plain = (f + k) * in + e + g, laid = f * in + e * BLOCK + k * group + g;                         \
+          for (long e = start; e < start + LINE && e < in; e++) {                                                 \
+            long plain = (f + k) * in + e, laid = f * in + (e - e % group) * BLOCK + k * group + e % group;       \
             to[back ? plain : laid] = from[back ? laid : plain];                                                  \
           }                                                                                                       \
   }
@@ -186,3 +152,5 @@ void mantissa_lay(int size, const void *from, void *to, long in, long out, int g
 }
 
 int mantissa_block(void) { return BLOCK; }
+
+int mantissa_lanes(void) { return LANES; }

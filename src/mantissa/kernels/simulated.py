@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mantissa.kernels import compiled
 from mantissa.kernels.compiled import Kind
 from mantissa.kernels.cpu import CpuProducts, Products
 from mantissa.precision import (
@@ -203,10 +204,13 @@ class SimulatedKernels:
         return round_to_format(master.detach(), self.format)
 
     def laid(self, copy: Tensor, layer: str = "") -> Tensor:
-        kind: Kind = "bf16" if self.format is BF16 else "fp16" if self.format is FP16 else "fp32"
+        return self.products.laid(copy, self.kind_of(layer))
+
+    def kind_of(self, layer: str) -> Kind:
+        """What holds the values of that layer's copy: two bytes where they do."""
         if self.fp8 is not None and self.fp8.quantizes(layer):
-            kind = "bf16" if self.fp8.power_of_two else "fp32"  # codes of at most 8 bits times a power of two
-        return self.products.laid(copy, kind)
+            return "bf16" if self.fp8.power_of_two else "fp32"  # codes of at most 8 bits times a power of two
+        return "bf16" if self.format is BF16 else "fp16" if self.format is FP16 else "fp32"
 
     def product(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
         """x @ weight^T + bias of operands on their grids, fp32, not rounded; an exact family replaces it."""
@@ -236,10 +240,18 @@ class SimulatedKernels:
     def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
         return token_logprob(logits_NV, tokens_N, temperature)
 
+    def by_rows(self, x_NE: Tensor, width: int = 0) -> bool:
+        """Whether compiled code computes it, of a policy that never trains: one that does has its own way for all."""
+        return self.weights_on_grid and self.products.has("rows", x_NE, self.format, width)
+
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        if self.by_rows(x_NE):
+            return compiled.norm(x_NE, weight_E, eps, self.format)[1]
         return RMSNorm.of(x_NE, self.weight(weight_E), eps, self.format)
 
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
+        if self.by_rows(gate_NE):
+            return compiled.swiglu(gate_NE, up_NE, self.format)
         return _SwiGLU.of(gate_NE, up_NE, self.format)
 
     def sigmoid(self, x_NE: Tensor) -> Tensor:
@@ -249,12 +261,16 @@ class SimulatedKernels:
         return _Scale.of(x_NE, weight_N, self.format)
 
     def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
+        if self.by_rows(x_BHTD, x_BHTD.shape[3] // 2):
+            return compiled.rotate(x_BHTD, cos_BTD, sin_BTD, self.format)
         return Rotate.of(x_BHTD, cos_BTD, sin_BTD, self.format)
 
     def add(self, x_NE: Tensor, y_NE: Tensor) -> Tensor:
         return _Add.of(x_NE, y_NE, self.format)
 
     def add_norm(self, x_NE: Tensor, y_NE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if self.by_rows(x_NE):
+            return compiled.norm(x_NE, weight_E, eps, self.format, y_NE)
         total_NE = self.add(x_NE, y_NE)
         return total_NE, self.rms_norm(total_NE, weight_E, eps)
 
@@ -263,6 +279,8 @@ class SimulatedKernels:
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         (rows, heads, size), (kv_heads, keys) = q_BHD.shape, k_BKSD.shape[1:3]
+        if self.products.has("attention", q_BHD, self.format):
+            return compiled.attention(q_BHD.unsqueeze(2), k_BKSD, v_BKSD, self.format, length_B).squeeze(2)
         mask_N1S = self._mask(length_B, kv_heads, keys)
         with self.products.heads(q_BHD, heads // kv_heads, keys * size):
             q_NGD = q_BHD.reshape(rows * kv_heads, -1, size)
@@ -302,6 +320,26 @@ class Linear(Operation):
         grad_weight = ctx.products.of_weight(flat, x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
         grad_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+class ProductOf(torch.autograd.Function):
+    """x @ w^T + b by ``product``; its gradients by torch's products, with operands in the dtype of ``x``."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, product: Product) -> Tensor:
+        ctx.save_for_backward(x_NE, weight_FE)
+        out = product(x_NE.reshape(-1, x_NE.shape[-1]), weight_FE, bias_F)
+        return out.view(*x_NE.shape[:-1], out.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x_NE, weight_FE = ctx.saved_tensors
+        grad_NF = grads[0].to(x_NE.dtype)  # the logits' gradient is fp32
+        flat = grad_NF.reshape(-1, grad_NF.shape[-1])
+        grad_x = grad_NF @ weight_FE if ctx.needs_input_grad[0] else None
+        # None of a frozen head: V by E values that nobody reads.
+        grad_weight = flat.t() @ x_NE.reshape(-1, x_NE.shape[-1]) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, flat.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
 def inverse_rms(x_NE: Tensor, eps: float) -> Tensor:

@@ -493,7 +493,7 @@ def exact_plan(
         return None
     learner, reference = precision.learner, precision.reference
     other = reference is not None and (reference.active, reference.fp8) != (learner.active, learner.fp8)
-    return plan_exact(shapes, learner, device, fastest, other)
+    return plan_exact(shapes, learner, device, fastest, other, precision.products)
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mantissa.kernels.cpu import CpuProducts, packed
-from mantissa.kernels.exact.kernels import PART, ExactAttention, Planned, cached, product
+from mantissa.kernels.compiled import Laid, is_laid
+from mantissa.kernels.cpu import CpuProducts
+from mantissa.kernels.exact.kernels import PART, ExactAttention, Planned, cached, laid, product
 from mantissa.kernels.exact.plan import ExactPlan
-from mantissa.kernels.native import NativeKernels, ProductOf
-from mantissa.kernels.simulated import inverse_rms, norm_gradients
+from mantissa.kernels.native import NativeKernels
+from mantissa.kernels.simulated import ProductOf, inverse_rms, norm_gradients
 from mantissa.precision import BF16, FP32, BlockScaled, NumberFormat, round_to_format
 
 
@@ -50,8 +51,7 @@ class ExactBf16Kernels(Planned, NativeKernels):
         return True
 
     def laid(self, copy: Tensor, layer: str = "") -> Tensor:
-        choices = *self.plan.products.values(), *self.plan.bf16.values()
-        return packed(copy) if any(choice.onednn for choice in choices) else copy
+        return laid(copy, self.plan.products if layer == "lm_head" else self.plan.bf16, "bf16")
 
     def copied(self, master: Tensor, layer: str = "") -> Tensor | BlockScaled:
         choice = self.plan.bf16.get(tuple(master.shape)) if layer else None
@@ -63,7 +63,7 @@ class ExactBf16Kernels(Planned, NativeKernels):
         self, x_NE: Tensor, weight_FE: Tensor | BlockScaled, bias_F: Tensor | None = None, layer: str = ""
     ) -> Tensor:
         assert isinstance(weight_FE, Tensor)  # bf16 alone: no codes
-        weight_FE = weight_FE if weight_FE.is_mkldnn else self.weight(weight_FE)
+        weight_FE = weight_FE if is_laid(weight_FE) else self.weight(weight_FE)
         bias_F = None if bias_F is None else self.weight(bias_F)
         if not torch.is_grad_enabled():
             return self._rounded(x_NE, weight_FE, bias_F)
@@ -78,7 +78,7 @@ class ExactBf16Kernels(Planned, NativeKernels):
         return (out_NF if bias_F is None else out_NF.add_(bias_F.float())).bfloat16()
 
     def router(self, x_NE: Tensor, weight_XE: Tensor) -> Tensor:
-        weight_XE = weight_XE if weight_XE.is_mkldnn else self.weight(weight_XE)
+        weight_XE = weight_XE if is_laid(weight_XE) else self.weight(weight_XE)
         return ProductOf.apply(x_NE, weight_XE, None, self._product_to_float)
 
     def _product_to_float(self, x_NE: Tensor, weight_VE: Tensor, _: Tensor | None) -> Tensor:
@@ -103,13 +103,15 @@ class ExactBf16Kernels(Planned, NativeKernels):
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         self.plan.check_length(k_BKSD.shape[2])
+        if self.plan.attention.way == "in order":
+            return cached(q_BHD, k_BKSD, v_BKSD, length_B, BF16, self.plan.attention)
         q, k, v = (x.float() for x in (q_BHD, k_BKSD, v_BKSD))
         return cached(q, k, v, length_B, BF16, self.plan.attention, self._mask).bfloat16()
 
 
 def _dense(weight_FE: Tensor, dtype: torch.dtype) -> Tensor:
     """A weight in ``dtype``, in whatever layout it has; out of oneDNN's where it must be cast (a plan made anew)."""
-    if weight_FE.dtype is dtype:
+    if weight_FE.dtype is dtype or isinstance(weight_FE, Laid):
         return weight_FE
     return (weight_FE.to_dense() if weight_FE.is_mkldnn else weight_FE).to(dtype)
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mantissa.kernels.native import NativeKernels, ProductOf
-from mantissa.kernels.simulated import Product
+from mantissa.kernels.native import NativeKernels
+from mantissa.kernels.simulated import Product, ProductOf
 from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_cached
 
 

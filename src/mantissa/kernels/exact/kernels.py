@@ -21,16 +21,25 @@ that see the same keys (G times some positions).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mantissa.kernels import cpu
+from mantissa.kernels import compiled, cpu
+from mantissa.kernels.compiled import Kind, Laid
 from mantissa.kernels.cpu import Products
 from mantissa.kernels.exact.plan import AttentionChoice, Choice, ExactPlan, pieces
-from mantissa.kernels.simulated import CausalAttention, Operation, SimulatedKernels, _Sigmoid, _SwiGLU, mask_beyond
+from mantissa.kernels.simulated import (
+    CausalAttention,
+    Operation,
+    SimulatedKernels,
+    _fold,
+    _Sigmoid,
+    _SwiGLU,
+    mask_beyond,
+)
 from mantissa.precision import FP32, Fp8Policy, NumberFormat, round_cached, round_to_format_
 
 PART = 1 << 19  # values of SwiGLU at a time: 2 MB
@@ -40,6 +49,10 @@ class Planned:
     """Exact kernels on a CPU: what they compute a product or attention by is ``plan``'s choice."""
 
     plan: ExactPlan
+
+    def by_rows(self, x_NE: Tensor, width: int = 0) -> bool:
+        """Never: both policies compute rows by one function, which has a gradient."""
+        return False
 
 
 class ExactKernels(Planned, SimulatedKernels):
@@ -66,7 +79,7 @@ class ExactKernels(Planned, SimulatedKernels):
         self.kv_format = kv_format or fmt
 
     def laid(self, copy: Tensor, layer: str = "") -> Tensor:
-        return cpu.packed(copy) if any(choice.onednn for choice in self.plan.products.values()) else copy
+        return laid(copy, self.plan.products, self.kind_of(layer))
 
     def product(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
         self.plan.check_threads(torch.get_num_threads())
@@ -111,12 +124,26 @@ def _swiglu(gate: Tensor, up: Tensor, negated: Tensor, fmt: NumberFormat) -> Ten
     return round_to_format_(round_to_format_(silu, fmt).mul_(up), fmt)
 
 
-def product(x_NE: Tensor, weight_FE: Tensor, choice: Choice, bias_F: Tensor | None = None) -> Tensor:
-    """x @ weight^T in fp32, any leading shape, in the tiles chosen. To be called without gradients.
+def laid(copy: Tensor, choices: Mapping[tuple[int, ...], Choice], kind: Kind) -> Tensor:
+    """A copy in the layout that its product reads: held as ``kind`` where that is a compiled one of any rows."""
+    choice = choices.get(tuple(copy.shape))
+    if choice is not None and choice.way == "in order":
+        return compiled.lay(copy, "pairs" if choice.bf16 else kind)
+    return cpu.packed(copy) if any(choice.onednn for choice in choices.values()) else copy
 
-    ``weight_FE`` may be packed (``cpu.packed``), which is what oneDNN reads fastest. Where the choice is bf16's,
-    all are bf16 tensors, and x @ weight^T + bias is rounded once; elsewhere there is no ``bias_F``.
+
+def product(x_NE: Tensor, weight_FE: Tensor, choice: Choice, bias_F: Tensor | None = None) -> Tensor:
+    """x @ weight^T in the dtype of ``x_NE``, any leading shape, as chosen. To be called without gradients.
+
+    ``weight_FE`` may be laid out as its product reads it fastest. Where the choice is bf16's and so are the tensors,
+    x @ weight^T + bias is rounded once; elsewhere there is no ``bias_F``.
     """
+    if choice.way == "in order":
+        if not isinstance(weight_FE, Laid):
+            weight_FE = compiled.lay(weight_FE.detach(), "pairs" if choice.bf16 else "fp32")
+        return weight_FE.product(x_NE, bias_F, x_NE.dtype)
+    if isinstance(weight_FE, Laid):  # a plan made anew
+        weight_FE = weight_FE.to_dense().to(x_NE.dtype)
     x_ME, wide = x_NE.reshape(-1, x_NE.shape[-1]), choice.way == "fp64"
     if weight_FE.is_mkldnn and not choice.onednn:
         weight_FE = weight_FE.to_dense()
@@ -169,6 +196,9 @@ class ExactAttention(Operation):
     The scale is applied to the finished scores: as a factor of the product (``baddbmm``'s alpha) its place would be
     the library's choice, before or after the sum, by the shape.
 
+    Where attention was compiled (``attention.c``), each row has its own sums and none of this is needed; the mask that
+    another model's attention has is for these calls alone.
+
     ``attended``, one function, serves all three uses: what differs is the mask. The rounding points are the fast
     family's: scores and softmax in fp32, the normalised probabilities rounded to the format, the result rounded once.
 
@@ -190,6 +220,12 @@ class ExactAttention(Operation):
         own = kv_fmt is fmt  # on whose grid keys and values are already
         k, v = (x if own else round_cached(x, kv_fmt) for x in (k_BKTD, v_BKTD))
         length = q_BHTD.shape[2]
+        if choice.way == "in order":
+            q, k, v = _fold(q_BHTD, k.shape[1]), k.flatten(0, 1), v.flatten(0, 1)
+            out = compiled.attention(q, k.unsqueeze(1), v.unsqueeze(1), fmt)
+            ctx.save_for_backward(q, k, v, out)
+            ctx.fmt, ctx.shape, ctx.block, ctx.products = fmt, q_BHTD.shape, None, products
+            return out.view(q_BHTD.shape)
         q, k, v = _laid_out(q_BHTD, k, v, choice)
         out = _causal(q, k, v, length, length, fmt, choice)
         ctx.save_for_backward(q[:, :, :length], k[:, :length], v[:, :length], out)
@@ -206,6 +242,8 @@ def causal(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, fmt: NumberFormat, ch
 
     Shape of ``q``. No gradient.
     """
+    if choice.way == "in order":
+        return compiled.attention(q_BHTD, k_BKSD, v_BKSD, fmt)
     q, k, v = _laid_out(q_BHTD, k_BKSD, v_BKSD, choice)
     return _causal(q, k, v, q_BHTD.shape[2], k_BKSD.shape[2], fmt, choice).view(q_BHTD.shape)
 
@@ -250,6 +288,8 @@ def cached(
     mask: Callable[[Tensor, int, int], Tensor] = mask_beyond,
 ) -> Tensor:
     """One query a row against the first ``length_B`` keys of a cache. Shape of ``q``. ``mask``: who makes its mask."""
+    if choice.way == "in order":
+        return compiled.attention(q_BHD.unsqueeze(2), k_BKSD, v_BKSD, fmt, length_B).squeeze(2)
     (batch, heads, size), (kv_heads, _) = q_BHD.shape, k_BKSD.shape[1:3]
     group = heads // kv_heads
     q = _padded(q_BHD.reshape(batch * kv_heads, group, size), 1, choice.rows)

@@ -11,6 +11,10 @@ begins: each size against one reference size, every row, every column, the numbe
 other bits is left out of the list. What remains assumed is that a library's order depends on a call's shape and number
 of threads alone, and not on the numbers or where they lie in memory (two places are tried).
 
+Where this package's own products were compiled (``compiled.py``), nothing is assumed: each output is one sum over the
+inputs in order, whatever stands beside it. A few numbers of rows are compared all the same.
+
+- ``in order``: compiled products of any number of rows, where they were measured to be fast;
 - ``tiles``: the sizes that agree, of 4, 8, 16, 32, 48, 64, 96, ... rows;
 - ``one tile``: one size only, so that the library never sees another shape: what a run falls back to once;
 - ``fp64``: tiles of sums in float64, rounded to fp32 once. Of half operands they are so nearly exact that their order
@@ -31,8 +35,8 @@ from torch import Tensor
 
 from mantissa.base.errors import MantissaError
 
-Way = Literal["tiles", "one tile", "fp64"]
-WAYS: tuple[Way, ...] = ("tiles", "one tile", "fp64")  # from the fastest to the safest
+Way = Literal["in order", "tiles", "one tile", "fp64"]
+WAYS: tuple[Way, ...] = ("in order", "tiles", "one tile", "fp64")  # from the fastest to the safest
 
 
 @dataclass(frozen=True)
@@ -119,11 +123,12 @@ def pieces(count: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int, int], ..
 
 @dataclass(frozen=True)
 class Choice:
-    """How a product is computed: the ``sizes`` of its tiles in rows, ascending, and why these and no others.
+    """How a product is computed: the ``sizes`` of its tiles in rows, ascending (``in order``: none), and why these.
 
     ``onednn``: by oneDNN's product instead of the one behind ``torch.mm``. ``bf16``: by its product of bf16 tensors,
-    with a result that is rounded to bf16; else operands are fp32 tensors, and so is the result. ``names``: of the
-    products that have this shape.
+    with a result that is rounded to bf16; else operands are fp32 tensors, and so is the result. ``in order`` it may be
+    true of a product with an fp32 result too: of values of bf16, multiplied as such. ``names``: of the products that
+    have this shape.
     """
 
     way: Way
@@ -135,7 +140,8 @@ class Choice:
 
     def __str__(self) -> str:
         by = " by bf16 products" if self.bf16 else " by oneDNN" if self.onednn else ""
-        return f"{self.way} of {_listed(self.sizes)} rows{by}"
+        rows = "any number of rows, compiled" if self.way == "in order" else f"{_listed(self.sizes)} rows"
+        return f"{self.way} of {rows}{by}"
 
 
 @dataclass(frozen=True)
@@ -144,20 +150,22 @@ class AttentionChoice:
 
     ``heads``: how many (sequence, key head) pairs a call may hold, ascending. ``rows``: a decode step's queries of one
     key head are filled up to a multiple of it. ``positions``: of queries that training takes at a time. ``keys``: a
-    number of keys is rounded up to a multiple of it. ``bf16``: its products are of fp32 tensors that hold bf16's values
-    and are multiplied as such, with fp32 results.
+    number of keys is rounded up to a multiple of it. None of these ``in order``. ``bf16``: its products are of fp32
+    tensors that hold bf16's values and are multiplied as such, with fp32 results.
     """
 
     way: Way
-    heads: tuple[int, ...]
-    rows: int
-    positions: tuple[int, ...]
-    keys: int
+    heads: tuple[int, ...] = ()
+    rows: int = 0
+    positions: tuple[int, ...] = ()
+    keys: int = 0
     why: str = "not probed"
     bf16: bool = False
 
     def __str__(self) -> str:
         by = " by bf16 products" if self.bf16 else ""
+        if self.way == "in order":
+            return "in order, of any number of heads, positions and keys, compiled"
         return (
             f"{self.way} of {_listed(self.heads)} heads, {_listed(self.positions)} positions or decode rows by "
             f"{self.rows}, keys by {self.keys}{by}"
