@@ -108,7 +108,7 @@ HEADER = {
     "framework": "plain", "run": False, "notes": [], "mapped": [],
     "settings": {"renormalised": False} | dict.fromkeys(
         ("temperature", "top_k", "top_p", "logprobs_mode", "rollout_format", "learner_format", "experts",
-         "healthy_size")
+         "healthy_size", "soft_cap")
     ),
 }  # fmt: skip
 ONE = [bytes(each) for each in packed(Dump("plain", Path("x"), SEQUENCES[:1]))]

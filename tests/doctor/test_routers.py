@@ -173,9 +173,11 @@ def test_the_gate_takes_the_fact_and_verls_reads_it_from_the_models_folder(tmp_p
         assert found is not None
         assert found.verdict is verdict, found.headline
         assert not watch.stop
-    from mantissa.verl.gate import _experts
+    from mantissa.verl.gate import _model
 
-    assert _experts(None) is None
-    assert _experts(str(tmp_path)) is None
+    assert _model(None) == (None, None)
+    assert _model(str(tmp_path)) == (None, None)
     (tmp_path / "config.json").write_text('{"num_experts": 8}')
-    assert _experts(str(tmp_path)) is True
+    assert _model(str(tmp_path)) == (True, False)
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 8, "final_logit_softcapping": 30.0}')
+    assert _model(str(tmp_path)) == (False, True)
