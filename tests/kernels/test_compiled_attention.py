@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mantissa.kernels import ModelShapes, compiled, cpu, plan_exact, resolve
+from mantissa.kernels import ModelShapes, SimulatedKernels, compiled, cpu, plan_exact, resolve
 from mantissa.precision import BF16, E4M3, FP16, FP32, NumberFormat, PrecisionPolicy, round_to_format
 
 pytestmark = pytest.mark.skipif(not compiled.kinds(), reason=f"nothing is compiled here: {compiled.why_not()}")
@@ -122,3 +122,13 @@ def test_an_exact_plan_takes_compiled_code_where_it_was_measured_to_be_faster(pr
     assert safer.attention.way == "tiles"
     assert plan_exact(shapes, role, "cpu", table=replace(table, compiled=())).way == "tiles"
     assert plan_exact(shapes, role, "cpu", table=table, masked=True).attention.way == "tiles"
+
+
+def test_a_copy_that_is_laid_out_is_on_the_grid_whoever_asks() -> None:
+    """A learner's kernels in an engine: what they laid out themselves is not rounded again."""
+    kernels = SimulatedKernels(FP16, table=replace(cpu.products(), compiled=compiled.parts()))
+    laid = compiled.lay(round_to_format(torch.randn(64, 32, generator=torch.Generator().manual_seed(0)), FP16), "fp16")
+    assert kernels.weight(laid) is laid
+    with torch.no_grad():
+        got = kernels.linear(torch.eye(32), laid)
+    assert torch.equal(got, laid.to_dense().t())

@@ -48,7 +48,7 @@ from mantissa.base.environ import CPU_MODEL
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.json import parse_json
 from mantissa.kernels import compiled
-from mantissa.kernels.compiled import PARTS, Kind, Laid, Part
+from mantissa.kernels.compiled import KINDS, PARTS, Kind, Laid, Part
 from mantissa.precision import FP32, BlockScaled, NumberFormat, int8_codes
 
 Side = Literal["forward", "input", "weight", "heads"]
@@ -307,7 +307,9 @@ class CpuProducts:
             what = _runs_of(classes[0]) if len(set(classes)) == 1 else "; ".join(parts)
             said.setdefault(what, []).append(key)
         rest = f" ({compiled.why_not()})" if compiled.why_not() else ""
-        laid = f"compiled for {', '.join(self.compiled)}" if self.compiled else f"oneDNN{rest}"
+        kinds, others = ([part for part in self.compiled if (part in KINDS) is wanted] for wanted in (True, False))
+        products = f"compiled for {', '.join(kinds)}" if kinds else f"oneDNN{rest}"
+        laid = "; also compiled: ".join([products, *([", ".join(others)] if others else [])])
         return [*(f"{', '.join(keys)}: {what}" for what, keys in said.items()), f"weights that do not train: {laid}"]
 
 
