@@ -9,8 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mantissa.kernels import ModelShapes, SimulatedKernels, compiled, cpu, plan_exact, resolve
+from mantissa.kernels import ModelShapes, compiled, cpu, learner_kernels, plan_exact, resolve, rollout_kernels
+from mantissa.model import Decoder, ModelConfig
 from mantissa.precision import BF16, E4M3, FP16, FP32, NumberFormat, PrecisionPolicy, round_to_format
+from mantissa.rl.assemble import exact_plan
+from mantissa.rollout import NativeEngine, Request, SamplingParams
 
 pytestmark = pytest.mark.skipif(not compiled.kinds(), reason=f"nothing is compiled here: {compiled.why_not()}")
 FORMATS = pytest.mark.parametrize("fmt", [FP32, BF16, FP16], ids=str)
@@ -124,11 +127,21 @@ def test_an_exact_plan_takes_compiled_code_where_it_was_measured_to_be_faster(pr
     assert plan_exact(shapes, role, "cpu", table=table, masked=True).attention.way == "tiles"
 
 
-def test_a_copy_that_is_laid_out_is_on_the_grid_whoever_asks() -> None:
-    """A learner's kernels in an engine: what they laid out themselves is not rounded again."""
-    kernels = SimulatedKernels(FP16, table=replace(cpu.products(), compiled=compiled.parts()))
-    laid = compiled.lay(round_to_format(torch.randn(64, 32, generator=torch.Generator().manual_seed(0)), FP16), "fp16")
-    assert kernels.weight(laid) is laid
-    with torch.no_grad():
-        got = kernels.linear(torch.eye(32), laid)
-    assert torch.equal(got, laid.to_dense().t())
+@pytest.mark.parametrize("precision", ["fp16", "fp8", "bf16"])
+@pytest.mark.parametrize("kernels", ["fast", "exact"])
+def test_an_engine_may_sample_by_the_learners_kernels(precision: str, kernels: str) -> None:
+    """They round what they read, so a copy is not laid out for them; what is drawn is the rollout kernels' own."""
+    policy = PrecisionPolicy(train=precision, rollout=precision, kernels=kernels)  # type: ignore[arg-type]
+    resolved = replace(resolve(policy, "cpu"), products=replace(cpu.products(), compiled=compiled.parts()))
+    model = Decoder(ModelConfig("llama", 256, 64, 128, 2, 4, 2, 16)).initialize(torch.Generator().manual_seed(0))
+    plan = exact_plan(resolved, model, torch.device("cpu"), 64, 64)
+    drawn = []
+    for family in (learner_kernels(resolved, plan), rollout_kernels(resolved, plan)):
+        engine = NativeEngine(model.config, family, kv_format=resolved.kv_cache.active, slots=4, max_length=32)
+        engine.sync(dict(model.named_parameters()), 1)
+        [row] = engine.generate([Request((1, 2, 3), seed=0, samples=3)], SamplingParams(max_tokens=8), 1)
+        drawn.append([(each.tokens, each.logp_T.tolist()) for each in row])
+    if kernels == "exact":
+        assert drawn[0] == drawn[1]
+    else:
+        assert [tokens for tokens, _ in drawn[0]] == [tokens for tokens, _ in drawn[1]]

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mantissa.kernels import compiled
-from mantissa.kernels.compiled import Kind, is_laid
+from mantissa.kernels.compiled import Kind
 from mantissa.kernels.cpu import CpuProducts, Products
 from mantissa.precision import (
     ALONG_COLUMNS,
@@ -192,8 +192,7 @@ class SimulatedKernels:
         self._mask = CachedMask()
 
     def weight(self, master: Tensor) -> Tensor:
-        on_grid = self.weights_on_grid or is_laid(master)  # only a copy is laid out
-        return master if on_grid else round_to_format(master, self.format)
+        return master if self.weights_on_grid else round_to_format(master, self.format)
 
     def embedding(self, tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
         rows = F.embedding(tokens_BT, weight_VE)
@@ -205,6 +204,8 @@ class SimulatedKernels:
         return round_to_format(master.detach(), self.format)
 
     def laid(self, copy: Tensor, layer: str = "") -> Tensor:
+        if not self.weights_on_grid:  # a learner's, which rounds what it reads: no copy of its own
+            return copy
         return self.products.laid(copy, self.kind_of(layer))
 
     def kind_of(self, layer: str) -> Kind:

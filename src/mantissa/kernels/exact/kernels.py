@@ -79,7 +79,7 @@ class ExactKernels(Planned, SimulatedKernels):
         self.kv_format = kv_format or fmt
 
     def laid(self, copy: Tensor, layer: str = "") -> Tensor:
-        return laid(copy, self.plan.products, self.kind_of(layer))
+        return laid(copy, self.plan.products, self.kind_of(layer)) if self.weights_on_grid else copy
 
     def product(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
         self.plan.check_threads(torch.get_num_threads())
