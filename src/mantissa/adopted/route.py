@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from mantissa.adopted import gpu
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import cpu
+from mantissa.kernels import compiled, cpu
 from mantissa.kernels.cpu import Products
 from mantissa.kernels.exact.kernels import product
 from mantissa.kernels.exact.plan import Choice, ExactPlan
@@ -297,13 +297,15 @@ class Routed(TorchFunctionMode):
         return product(x_NE, self._prepared(weight_FE, choice), choice, bias_F)
 
     def _prepared(self, weight_FE: Tensor, choice: Choice) -> Tensor:
-        """The weight as the product reads it: widened, and while copies are kept, laid out for oneDNN."""
+        """The weight as the product reads it: widened, and while copies are kept, laid out for its product."""
         dtype = torch.bfloat16 if choice.bf16 else torch.float32
         if self.copies is None or not (isinstance(weight_FE, nn.Parameter) or id(weight_FE) in self.copies.made):
             return weight_FE.to(dtype)
 
         def made() -> Tensor:
             plain = weight_FE.detach().to(dtype)
+            if choice.way == "in order":
+                return compiled.lay(plain, "pairs" if choice.bf16 else "fp32")
             return cpu.packed(plain) if choice.onednn and cpu.packable(tuple(plain.shape)) else plain
 
         return self.copies.of(weight_FE, made)
