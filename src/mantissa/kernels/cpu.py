@@ -114,6 +114,9 @@ class Products:
         if not packable(tuple(copy_FE.shape)) or copy_FE.device.type != "cpu":
             return copy_FE
         of = self.table or products()
+        if copy_FE.dtype is torch.int8:
+            laid = "int8" in of.compiled and compiled.fits(copy_FE.shape, "int8")
+            return compiled.lay_codes(copy_FE) if laid else copy_FE
         return (
             compiled.lay(copy_FE, kind)
             if kind in of.compiled and compiled.fits(copy_FE.shape, kind)
@@ -131,18 +134,23 @@ class Products:
         return switched(self._way("heads", x, rows, values) == BF16)
 
 
-def int8(x_NE: Tensor, weight_FE: BlockScaled, bias_F: Tensor | None = None) -> Tensor:
-    """Q(x) Q(W)^T + bias, fp32, both operands int8: ``x_NE`` quantised here by row, the weight by row beforehand.
+def int8(
+    x_NE: Tensor, weight_FE: BlockScaled, bias_F: Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Q(x) Q(W)^T + bias, both operands int8: ``x_NE`` quantised here by row, the weight by row beforehand.
 
-    The sum of the codes' products is exact, as int32, in whatever order a library adds. It is rounded to fp32 once and
-    multiplied by the two scales.
+    The sum of the codes' products is exact, as int32, in whatever order a library adds. It is rounded to fp32 once,
+    multiplied by the two scales, and rounded to ``dtype``: fp32, or bf16.
     """
     if x_NE.shape[-1] > _INT8_FEATURES:
         raise MantissaError(f"int8: a product sums {x_NE.shape[-1]:,} features, at most {_INT8_FEATURES:,} fit int32")
+    if isinstance(weight_FE.codes, Laid):
+        return weight_FE.codes.integer_product(x_NE, weight_FE.scales, bias_F, dtype)
     codes_NE, scales_N1 = int8_codes(x_NE.reshape(-1, x_NE.shape[-1]))
     sums_NF = torch._int_mm(codes_NE, weight_FE.codes.t()).float()
     out_NF = sums_NF.mul_(scales_N1).mul_(weight_FE.scales.view(-1))
-    return (out_NF if bias_F is None else out_NF.add_(bias_F)).view(*x_NE.shape[:-1], len(weight_FE.codes))
+    out_NF = out_NF if bias_F is None else out_NF.add_(bias_F)
+    return out_NF.view(*x_NE.shape[:-1], len(weight_FE.codes)).to(dtype)
 
 
 def packable(shape: tuple[int, ...]) -> bool:
@@ -403,13 +411,13 @@ def measured() -> CpuProducts:
             for side in _SIDES:
                 ways[f"fp32 {side}"], ways[f"bf16 {side}"] = _of_side(side, generator)
             flushes = "bf16" in ratios and _flushes()
-            faster = _compiled("bf16" in ratios, generator)
+            faster = _compiled("bf16" in ratios, "int8" in ratios, generator)
     finally:
         torch.set_num_threads(threads)
     return CpuProducts(ratios.get("bf16", math.inf), ratios.get("int8", math.inf), ways, flushes, faster)
 
 
-def _compiled(own_bf16: bool, generator: torch.Generator) -> tuple[Part, ...]:
+def _compiled(own_bf16: bool, own_int8: bool, generator: torch.Generator) -> tuple[Part, ...]:
     """What is right of the compiled library, and over the numbers of rows that decode takes less time."""
     tried: list[Kind] = [kind for kind in compiled.kinds() if kind != "pairs" or own_bf16]
     if not tried:
@@ -432,6 +440,14 @@ def _compiled(own_bf16: bool, generator: torch.Generator) -> tuple[Part, ...]:
     ]
     others += [("rows", _normed, _norm, [(rows, 4096)] * 2) for rows in _DECODED_ROWS]
     ratios: dict[Part, float] = {}
+    if own_int8 and "int8" in compiled.parts():
+        weight_FE = BlockScaled(*int8_codes(weight))
+        laid_FE = BlockScaled(compiled.lay_codes(weight_FE.codes), weight_FE.scales)
+        for rows in _DECODED_ROWS:
+            calls = {name: functools.partial(int8, x[:rows], each) for name, each in (("torch", weight_FE), ("ours", laid_FE))}
+            right = torch.equal(*(call() for call in calls.values()))
+            least = _least(calls)
+            ratios["int8"] = ratios.get("int8", 0.0) + (math.log(least["ours"] / least["torch"]) if right else math.inf)
     for part, ours, theirs, shapes in others:
         operands = [torch.randn(shape, generator=generator) for shape in shapes]
         right = (ours(*operands, FP32).double() - theirs(*(each.double() for each in operands))).abs().max() < 2.0**-18
