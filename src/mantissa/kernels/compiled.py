@@ -69,9 +69,7 @@ class Laid(Tensor):
     kind: Kind | Literal["int8"]
 
     @staticmethod
-    def __new__(
-        cls, values: Tensor, shape: Sequence[int], kind: Kind | Literal["int8"], dtype: torch.dtype
-    ) -> Laid:
+    def __new__(cls, values: Tensor, shape: Sequence[int], kind: Kind | Literal["int8"], dtype: torch.dtype) -> Laid:
         laid: Laid = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=values.device)
         laid.held, laid.kind = values, kind
         return laid
@@ -286,7 +284,8 @@ def scaled(x_NE: Tensor, scheme: str) -> Tensor | None:
 
 def parts() -> tuple[Part, ...]:
     """What there is here."""
-    return (*kinds(), "attention", "rows", *(["int8"] if "avx512_vnni" in _flags() else [])) if kinds() else ()
+    found: tuple[Part, ...] = (*kinds(), "attention", "rows") if kinds() else ()
+    return (*found, "int8") if found and "avx512_vnni" in _flags() else found
 
 
 def kinds() -> tuple[Kind, ...]:
@@ -321,7 +320,11 @@ def _flags() -> tuple[str, ...]:
     has, capability = set(CPU_FLAGS.split()), torch.backends.cpu.get_cpu_capability()
     if capability not in ("AVX512", "AVX2") or not has >= {"avx2", "fma", "f16c"}:
         return ()
-    wide = [flag for flag in ("avx512f", "avx512_bf16", "avx512_vnni") if capability == "AVX512" and {"avx512f", flag} <= has]
+    wide = [
+        flag
+        for flag in ("avx512f", "avx512_bf16", "avx512_vnni")
+        if capability == "AVX512" and {"avx512f", flag} <= has
+    ]
     return "avx2", *wide
 
 

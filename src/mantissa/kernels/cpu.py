@@ -411,13 +411,13 @@ def measured() -> CpuProducts:
             for side in _SIDES:
                 ways[f"fp32 {side}"], ways[f"bf16 {side}"] = _of_side(side, generator)
             flushes = "bf16" in ratios and _flushes()
-            faster = _compiled("bf16" in ratios, "int8" in ratios, generator)
+            faster = _compiled("bf16" in ratios, generator) + (_compiled_int8(generator) if "int8" in ratios else ())
     finally:
         torch.set_num_threads(threads)
     return CpuProducts(ratios.get("bf16", math.inf), ratios.get("int8", math.inf), ways, flushes, faster)
 
 
-def _compiled(own_bf16: bool, own_int8: bool, generator: torch.Generator) -> tuple[Part, ...]:
+def _compiled(own_bf16: bool, generator: torch.Generator) -> tuple[Part, ...]:
     """What is right of the compiled library, and over the numbers of rows that decode takes less time."""
     tried: list[Kind] = [kind for kind in compiled.kinds() if kind != "pairs" or own_bf16]
     if not tried:
@@ -440,14 +440,6 @@ def _compiled(own_bf16: bool, own_int8: bool, generator: torch.Generator) -> tup
     ]
     others += [("rows", _normed, _norm, [(rows, 4096)] * 2) for rows in _DECODED_ROWS]
     ratios: dict[Part, float] = {}
-    if own_int8 and "int8" in compiled.parts():
-        weight_FE = BlockScaled(*int8_codes(weight))
-        laid_FE = BlockScaled(compiled.lay_codes(weight_FE.codes), weight_FE.scales)
-        for rows in _DECODED_ROWS:
-            calls = {name: functools.partial(int8, x[:rows], each) for name, each in (("torch", weight_FE), ("ours", laid_FE))}
-            right = torch.equal(*(call() for call in calls.values()))
-            least = _least(calls)
-            ratios["int8"] = ratios.get("int8", 0.0) + (math.log(least["ours"] / least["torch"]) if right else math.inf)
     for part, ours, theirs, shapes in others:
         operands = [torch.randn(shape, generator=generator) for shape in shapes]
         right = (ours(*operands, FP32).double() - theirs(*(each.double() for each in operands))).abs().max() < 2.0**-18
@@ -456,6 +448,25 @@ def _compiled(own_bf16: bool, own_int8: bool, generator: torch.Generator) -> tup
         )
         ratios[part] = ratios.get(part, 0.0) + (math.log(least["ours"] / least["torch"]) if right else math.inf)
     return (*faster, *(part for part, over in ratios.items() if over < len(_DECODED_ROWS) * math.log(_WORTH)))
+
+
+def _compiled_int8(generator: torch.Generator) -> tuple[Part, ...]:
+    """The compiled product of int8 where there is one, in the same bits as torch's and in less time."""
+    if "int8" not in compiled.parts():
+        return ()
+    x, weight = operands_of("forward", max(_DECODED_ROWS), *_DECODED, generator)
+    codes = BlockScaled(*int8_codes(weight))
+    weights = {"torch": codes, "ours": BlockScaled(compiled.lay_codes(codes.codes), codes.scales)}
+    over = 0.0
+    for rows in _DECODED_ROWS:
+        calls: dict[str, Callable[[], Any]] = {
+            name: functools.partial(int8, x[:rows], each) for name, each in weights.items()
+        }
+        if not torch.equal(*(call() for call in calls.values())):
+            return ()
+        least = _least(calls)
+        over += math.log(least["ours"] / least["torch"])
+    return ("int8",) if over < len(_DECODED_ROWS) * math.log(_WORTH) else ()
 
 
 def _norm(x_NE: Tensor, y_NE: Tensor) -> Tensor:

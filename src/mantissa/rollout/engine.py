@@ -146,7 +146,9 @@ class CopiedPolicy:
             scales = [copy.scales for copy in self._waiting if isinstance(copy, BlockScaled)]
             whole = torch.cat(codes)
             laid = self.kernels.laid(whole, part.name)
-            block.joined = Joined(BlockScaled(laid, torch.cat(scales)) if scales else laid, None, tuple(map(len, codes)))
+            block.joined = Joined(
+                BlockScaled(laid, torch.cat(scales)) if scales else laid, None, tuple(map(len, codes))
+            )
             self._waiting.clear()
         part.weight = _nothing(part.weight)
 
