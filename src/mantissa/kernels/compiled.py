@@ -270,7 +270,7 @@ def scaled(x_NE: Tensor, scheme: str) -> Tensor | None:
     known = x_NE.dtype in (torch.float32, torch.bfloat16) and x_NE.device.type == "cpu"
     if not known or type(x_NE) is not Tensor or built()[0] is None:
         return None
-    x_NE, width = x_NE.detach().contiguous(), x_NE.shape[-1]
+    x_NE, width = x_NE if x_NE.is_contiguous() else x_NE.contiguous(), x_NE.shape[-1]
     out_NE, rows = torch.empty_like(x_NE), x_NE.numel() // max(1, width)
     threads = torch.get_num_threads() if x_NE.numel() >= _SHARED else 1
     failed = library().mantissa_scaled(

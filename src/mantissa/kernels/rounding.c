@@ -84,14 +84,16 @@ INLINE vector clamped(vector y, float lowest, float largest) {
 
 INLINE float at_least(float value, float least) { return value < least ? least : value; } /* NaN stays */
 
-/* values = grid(clamp(x / d)) * held, or of the integers grid(x * (1 / d)). */
+/* values = grid(clamp(x / d)) * held, where d is a power of two by its reciprocal; nvfp4's and int8's d is one. */
 INLINE void block(const float *x, float *y, long count, const enum scheme scheme, float d, float held) {
+  if (scheme == FP8_POWER_OF_TWO || scheme == MXFP8 || scheme == MXFP4) d = 1.0f / d;
   for (long e = 0; e < count; e += LANES) {
     vector code, value = load_fp32(x + e);
     switch (scheme) {
-      case FP8: case FP8_POWER_OF_TWO: code = on_grid(over(value, all(d)), 7, 3); break;
-      case MXFP8: code = on_grid(clamped(over(value, all(d)), -448, 448), 7, 3); break;
-      case MXFP4: code = on_grid(clamped(over(value, all(d)), -6, 6), 1, 1); break;
+      case FP8: code = on_grid(over(value, all(d)), 7, 3); break;
+      case FP8_POWER_OF_TWO: code = on_grid(times(value, all(d)), 7, 3); break;
+      case MXFP8: code = on_grid(clamped(times(value, all(d)), -448, 448), 7, 3); break;
+      case MXFP4: code = on_grid(clamped(times(value, all(d)), -6, 6), 1, 1); break;
       case NVFP4: code = on_grid(clamped(times(value, all(d)), -6, 6), 1, 1); break;
       default: code = clamped(nearest(times(value, all(d))), -128, 127);
     }
