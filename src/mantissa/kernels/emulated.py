@@ -37,10 +37,9 @@ from torch import Tensor
 
 from mantissa.base.config import Section
 from mantissa.base.errors import MantissaError
-from mantissa.kernels.compiled import rounded_
 from mantissa.kernels.cpu import CpuProducts
 from mantissa.kernels.simulated import Product, RMSNorm, SimulatedKernels, _fold, _query_blocks, _SwiGLU
-from mantissa.precision import FP32, Fp8Policy, NumberFormat, round_to_format
+from mantissa.precision import FP32, Fp8Policy, NumberFormat, round_to_format, round_to_format_
 
 SPLITS = 4
 BLOCK = 16
@@ -183,9 +182,9 @@ class EmulatedKernels(SimulatedKernels):
         shards = self.emulation.tensor_parallel
         assert shards is not None
         x_shards, weights = x_NE.chunk(shards, -1), weight_FE.chunk(shards, -1)
-        total = rounded_(self.product(x_shards[0], weights[0], bias_F), self.format)
+        total = round_to_format_(self.product(x_shards[0], weights[0], bias_F), self.format)
         for x, weight in zip(x_shards[1:], weights[1:], strict=True):
-            total = rounded_(total + rounded_(self.product(x, weight, None), self.format), self.format)
+            total = round_to_format_(total + round_to_format_(self.product(x, weight, None), self.format), self.format)
         return total
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -249,6 +248,6 @@ def _in_blocks(q_NMD: Tensor, k_NSD: Tensor, v_NSD: Tensor, hidden: Tensor, fmt:
     p_NMCb = torch.exp(s_NMCb - m_NMC.unsqueeze(-1))
     rescale_NMC = torch.exp(m_NMC - m_NMC[:, :, -1:])
     divisor_NM1 = (p_NMCb.sum(-1) * rescale_NMC).sum(-1, keepdim=True)
-    part_NCMD = rounded_(p_NMCb, fmt).transpose(1, 2) @ v_NSD.unflatten(1, (-1, BLOCK))
+    part_NCMD = round_to_format_(p_NMCb, fmt).transpose(1, 2) @ v_NSD.unflatten(1, (-1, BLOCK))
     out_NMD = (part_NCMD * rescale_NMC.transpose(1, 2).unsqueeze(-1)).sum(1)
-    return rounded_(out_NMD / divisor_NM1, fmt)
+    return round_to_format_(out_NMD / divisor_NM1, fmt)

@@ -100,8 +100,6 @@ class NativeKernels:
         return self.format is not BF16 or self.logits_format is not BF16
 
     def laid(self, copy: Tensor, layer: str = "") -> Tensor:
-        if copy.dtype is torch.int8:
-            return self.products.laid(copy, "fp32")
         kind: Kind | None = "fp32" if self.format is FP32 else "pairs" if self.format is BF16 else None
         return copy if kind is None else self.products.laid(copy, kind)
 
