@@ -32,7 +32,8 @@ POLICIES = {
 }
 _OVER_BF16 = {"train": "bf16", "logits": "bf16"}
 FORMATS: dict[str, dict[str, Any]] = {
-    "bf16": _OVER_BF16 | {"rollout": "bf16"}, "fp32": {"preset": "fp32"}, "fp16": {"preset": "fp16"},
+    "bf16": _OVER_BF16 | {"rollout": "bf16"},  # beside itself: what the others' ratios scatter by
+    "fp32": {"preset": "fp32"}, "fp16": {"preset": "fp16"},
     "fp8, scales powers of two": _OVER_BF16 | {"rollout": "fp8", "fp8": {"scale": "power_of_two"}},
     **{name: _OVER_BF16 | {"rollout": name} for name in ("fp8", "mxfp8", "mxfp4", "nvfp4", "int8", "int4")},
 }  # fmt: skip
@@ -84,19 +85,16 @@ def decode_formats(
     """A decode step in each format of a rollout, over bf16's of the same round, in processor seconds."""
     keep_freed_memory()
     decoder = open_policy(policy_folder(model), None, 0)[0] if model else Decoder(decoder_config(64, 1)).initialize()
-    policies = {name: PrecisionPolicy.parse(FORMATS[name]) for name in dict.fromkeys(("bf16", *formats))}
-    roles = {name: resolve(policy, "cpu").rollout for name, policy in policies.items()}
     for count in rows:
-        contenders = {name: native(decoder, count, 1, policy)[0] for name, policy in policies.items()}
-        taken = {
-            name: [each["decode processor_seconds"] for each in all_]
-            for name, all_ in measure(contenders, count, rounds).items()
-        }
         about: Row = {"case": f"decode, {count} rows of {Path(model).name}", "rounds": rounds}
         about |= {"metric": "decode_over_bf16", "unit": "ratio"}
-        for name, seconds in taken.items():
-            role, fp8 = roles[name], roles[name].fp8
-            of: Row = {"contender": name, "requested": role.requested, "active": fp8.kind if fp8 else role.active.name}
-            ratios = [one / base for one, base in zip(seconds, taken["bf16"], strict=True)]
-            step = {"kernels": role.backend, "milliseconds": 1e3 * statistics.median(seconds) / (NEW - 1)}
-            yield [about | of | step | spread(ratios)]
+        bf16, _ = native(decoder, count, 1, PrecisionPolicy.parse(FORMATS["bf16"]))
+        for name in formats:  # one beside bf16 at a time: each has a copy of the weights
+            policy = PrecisionPolicy.parse(FORMATS[name])
+            found = measure({"bf16": bf16, "it": native(decoder, count, 1, policy)[0]}, count, rounds)
+            base, taken = ([each["decode processor_seconds"] for each in found[side]] for side in ("bf16", "it"))
+            role = resolve(policy, "cpu").rollout
+            of: Row = {"contender": name, "requested": role.requested, "kernels": role.backend}
+            of |= {"active": role.active.name if role.fp8 is None else role.fp8.kind}
+            of |= {"milliseconds": 1e3 * statistics.median(taken) / (NEW - 1)}
+            yield [about | of | spread([one / other for one, other in zip(taken, base, strict=True)])]
