@@ -163,6 +163,17 @@ INLINE void row_of(const float *x, float *y, long width, const enum scheme schem
   memcpy(y + whole, rest, (width - whole) * sizeof *rest);
 }
 
+#define ROW(NAME, SCHEME) \
+  static void NAME(const float *x, float *y, long width) { row_of(x, y, width, SCHEME); }
+ROW(fp8_row, FP8)
+ROW(fp8_power_row, FP8_POWER_OF_TWO)
+ROW(mxfp8_row, MXFP8)
+ROW(mxfp4_row, MXFP4)
+ROW(nvfp4_row, NVFP4)
+ROW(int8_row, INT8)
+static void (*const OF_ROW[])(const float *, float *, long) = {fp8_row,   fp8_power_row, mxfp8_row,
+                                                              mxfp4_row, nvfp4_row,     int8_row};
+
 /* What threads share of one call: rows, `share` of them at a time. */
 struct rows {
   const void *x;
@@ -172,15 +183,15 @@ struct rows {
   int bytes, failed;
 };
 
-INLINE void scaled_row(const struct rows *p, long r, float *room, const enum scheme scheme) {
+static void scaled_row(const struct rows *p, long r, float *room) {
   if (p->bytes == 4) {
-    row_of((const float *)p->x + r * p->width, (float *)p->y + r * p->width, p->width, scheme);
+    OF_ROW[p->scheme]((const float *)p->x + r * p->width, (float *)p->y + r * p->width, p->width);
     return;
   }
   const uint16_t *x = (const uint16_t *)p->x + r * p->width;
   uint16_t *y = (uint16_t *)p->y + r * p->width;
   for (long e = 0; e < p->width; e++) room[e] = of_word((uint32_t)x[e] << 16);
-  row_of(room, room, p->width, scheme);
+  OF_ROW[p->scheme](room, room, p->width);
   for (long e = 0; e < p->width; e++) y[e] = to_bf16(room[e]);
 }
 
@@ -193,15 +204,7 @@ static void scale_rows(void *of) {
   }
   long at;
   while ((at = __atomic_fetch_add(&p->taken, p->share, __ATOMIC_RELAXED)) < p->rows)
-    for (long end = at + p->share < p->rows ? at + p->share : p->rows; at < end; at++)
-      switch (p->scheme) {
-        case FP8: scaled_row(p, at, room, FP8); break;
-        case FP8_POWER_OF_TWO: scaled_row(p, at, room, FP8_POWER_OF_TWO); break;
-        case MXFP8: scaled_row(p, at, room, MXFP8); break;
-        case MXFP4: scaled_row(p, at, room, MXFP4); break;
-        case NVFP4: scaled_row(p, at, room, NVFP4); break;
-        case INT8: scaled_row(p, at, room, INT8); break;
-      }
+    for (long end = at + p->share < p->rows ? at + p->share : p->rows; at < end; at++) scaled_row(p, at, room);
   free(room);
 }
 
