@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rows import ROOT
 from runner import Row, Rows, case
 from workers import Worker, middle, saved, serve, turns
 
@@ -148,7 +149,7 @@ def native_beside(
         contenders = {
             name: Worker(
                 [vllm if whose == "vllm" else sys.executable, __file__, name, str(folder), str(threads),
-                 str(PROMPT + new)], threads,
+                 str(PROMPT + new)], threads, {"PYTHONPATH": str(ROOT / "src")},  # vLLM's environment has no Mantissa
             )
             for name, (whose, _, _) in CONTENDERS.items()
             if name in only and (whose != "vllm" or vllm)
