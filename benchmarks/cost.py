@@ -122,7 +122,7 @@ def exponents(about: Row, found: dict[str, list[float]]) -> list[Row]:
 
 @case(axes=("rows",), rounds=1, most=2)
 def cost(axes: Sequence[str] = tuple(AXES), rounds: int = 5, most: int = 9) -> Rows:
-    """Exponents of a step's time and memory as rows, length, weights, vocabulary, ranks grow; ``most``: sizes of one."""
+    """Exponents of a step's time and memory as rows, length, weights, vocabulary, ranks grow; ``most``: their sizes."""
     torch.set_num_threads(1)
     makers = {"sample": sampling, "train": training}
     for make in makers.values():
