@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from here import STEP
 from rows import ROOT
 from runner import Row, Rows, case
 from sampling import engine_of, ours
@@ -43,9 +44,6 @@ AXES: dict[str, tuple[int, ...]] = {
     "vocabulary": (256, 1024, 4096, 16384), "ranks": (1, 2),
 }  # fmt: skip
 LAYERS = 4
-RUN = ("warm_start=null", "evaluation=null", "trackers=[]", "rollout.engine=native", "precision=fp32",
-       "algorithm.entropy={coefficient: 1.0e-3}", "optimizer.updates_per_batch=1", "model.fresh.hidden_size=256",
-       "model.fresh.intermediate_size=768", "model.fresh.heads=8", "model.fresh.kv_heads=4")  # fmt: skip
 
 
 def peak_of(make: Callable[[dict[str, int]], Callable[[], Any]], size: dict[str, int]) -> int:
@@ -82,7 +80,7 @@ def training(size: dict[str, int]) -> Callable[[], Any]:
 
 def trained(ranks: int, steps: int, folder: Path) -> tuple[float, int]:
     """Processor seconds of a run on so many processes of one thread, and the largest one's peak bytes."""
-    words = ["train", "demo", f"nproc={ranks}", f"steps={steps}", *RUN, f"run_dir={folder / f'{ranks}-{steps}'}"]
+    words = ["train", "demo", f"nproc={ranks}", f"steps={steps}", *STEP, f"run_dir={folder / f'{ranks}-{steps}'}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     with (folder / "said").open("w") as said:
         run = subprocess.Popen(
@@ -107,7 +105,7 @@ def by_ranks(sizes: Sequence[int], rounds: int) -> list[Row]:
             peaks.append(peak)
         found["rl rank_seconds"].append(min(seconds))
         found["rl rank peak_bytes"].append(min(peaks))
-    return exponents({"case": "ranks", "sizes": list(sizes), "rounds": rounds, "base": " ".join(RUN)}, found)
+    return exponents({"case": "ranks", "sizes": list(sizes), "rounds": rounds, "base": " ".join(STEP)}, found)
 
 
 def exponents(about: Row, found: dict[str, list[float]]) -> list[Row]:

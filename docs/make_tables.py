@@ -103,6 +103,24 @@ def native_beside() -> str:
     return table(header, lines)
 
 
+_COSTS = {"sample seconds": ("sampling, s", 1), "train seconds": ("training, s", 1),
+          "sample peak_bytes": ("sampling, MiB", 2**20), "train peak_bytes": ("training, MiB", 2**20),
+          "rl rank_seconds": ("a rank's part of a step, s", 1),
+          "rl rank peak_bytes": ("a rank, MiB", 2**20)}  # fmt: skip
+
+
+def cost() -> str:
+    """What a step costs as its work grows: the newest row of each axis and measure."""
+    newest = {(row["case"], row["metric"]): row for row in _rows("cost")}
+    lines = []
+    for (grows, metric), row in newest.items():
+        said, unit = _COSTS[metric]
+        ends = (f"{row['measured'][place] / unit:.3g}" for place in (0, -1))
+        sizes = f"{row['sizes'][0]:,} to {row['sizes'][-1]:,}"
+        lines.append([grows, sizes, said, " to ".join(ends), f"{row['value']:.2f}", f"{row['last']:.2f}"])
+    return table(("what grows", "from, to", "of", "measured", "exponent", "of the two largest"), lines)
+
+
 def native_limit() -> str:
     """Where decode and prefill spend their time, and their share of the limit: the newest row of each."""
     newest = {(row["threads"], row["case"], row["contender"]): row for row in _rows("native_limit")}
@@ -524,6 +542,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "native_bf16": native_bf16,
         "native_beside": native_beside,
         "native_limit": native_limit,
+        "cost": cost,
         "adopt_families": adopt_families,
         "adopt_refused": adopt_refused,
         "causes": lambda: causes("cause"),
