@@ -18,6 +18,7 @@ weights 1.0; vocabulary at most 0.7 up to 16,384; ranks' seconds -0.9, memory be
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -47,8 +48,17 @@ LAYERS = 4
 
 
 def peak_of(make: Callable[[dict[str, int]], Callable[[], Any]], size: dict[str, int]) -> int:
-    """Bytes that the process holds at most while something is built and done once; 0 where the system does not say."""
-    return peak_growth(lambda: make(size)(), "cpu") or 0
+    """Bytes that a process holds at most while something is built and done once; 0 where the system does not say.
+
+    In a process of its own, forked: what earlier sizes have left in this one's heap is taken again, and is no growth.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: sender.send(peak_growth(lambda: make(size)(), "cpu") or 0))
+    child.start()
+    peak: int = receiver.recv()
+    child.join()
+    return peak
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
@@ -124,7 +134,11 @@ def cost(axes: Sequence[str] = tuple(AXES), rounds: int = 5, most: int = 9) -> R
     torch.set_num_threads(1)
     makers = {"sample": sampling, "train": training}
     for make in makers.values():
-        make(BASE)()  # what a process takes once, and no size of work
+        make(BASE | {"rows": 2, "length": 8})()  # what a process takes once, and no size of work
+    peaks = {
+        (axis, value, name): peak_of(make, BASE | {axis: value})
+        for axis in axes if axis != "ranks" for value in AXES[axis][:most] for name, make in makers.items()
+    }  # fmt: skip
     for axis in axes:
         if axis == "ranks":
             yield by_ranks(AXES[axis], max(1, rounds // 2))
@@ -133,7 +147,7 @@ def cost(axes: Sequence[str] = tuple(AXES), rounds: int = 5, most: int = 9) -> R
         for value in AXES[axis][:most]:
             size = BASE | {axis: value}
             x.append(sum(w.numel() for w in Decoder(config_of(size)).parameters()) if axis == "hidden" else value)
-            memory = {f"{name} peak_bytes": peak_of(make, size) for name, make in makers.items()}
+            memory = {f"{name} peak_bytes": peaks[axis, value, name] for name in makers}
             do = {name: make(size) for name, make in makers.items()}
             times = interleaved(do, warm_up=1, rounds=rounds)
             # the least, since what else runs only adds

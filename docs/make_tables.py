@@ -76,7 +76,7 @@ def native_bf16() -> str:
 
 
 def native_beside() -> str:
-    """Sampling beside transformers and vLLM: the newest row of each contender, rows and processor."""
+    """Sampling beside transformers, vLLM and llama.cpp: the newest row of each contender, rows and processor."""
     newest: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in _rows("native_beside"):
         place = f"{row['device']}, threads: {row['threads']}"
@@ -85,8 +85,9 @@ def native_beside() -> str:
     for (place, case, contender), by in sorted(
         newest.items(), key=lambda item: (item[0][0], int(item[0][1].split()[0]))
     ):
-        step, prefill = (by[f"{what} seconds"] for what in ("decode step", "prefill"))
-        ratio = by["decode step seconds over ours, fp32"]
+        clock = "processor_seconds" if place.endswith("threads: 1") else "seconds"  # other work does not count
+        step, prefill = (by[f"{what} {clock}"] for what in ("decode step", "prefill"))
+        ratio = by[f"decode step {clock} over ours, fp32"]
         spread = f"{ratio['value']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
         cells = (f"{step['value'] * 1e3:.1f}", spread, f"{prefill['value']:.2f}", f"{by['bytes']['value'] / 2**20:.0f}")
         lines.append([case.partition(",")[0], contender, *cells, place, str(step["rounds"])])
