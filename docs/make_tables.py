@@ -88,7 +88,7 @@ def decode_formats() -> str:
 
 
 def native_beside() -> str:
-    """Sampling beside transformers and vLLM: the newest row of each contender, rows and processor."""
+    """Sampling beside transformers, vLLM and llama.cpp: the newest row of each contender, rows and processor."""
     newest: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in _rows("native_beside"):
         place = f"{row['device']}, threads: {row['threads']}"
@@ -97,8 +97,9 @@ def native_beside() -> str:
     for (place, case, contender), by in sorted(
         newest.items(), key=lambda item: (item[0][0], int(item[0][1].split()[0]))
     ):
-        step, prefill = (by[f"{what} seconds"] for what in ("decode step", "prefill"))
-        ratio = by["decode step seconds over ours, fp32"]
+        clock = "processor_seconds" if place.endswith("threads: 1") else "seconds"  # other work does not count
+        step, prefill = (by[f"{what} {clock}"] for what in ("decode step", "prefill"))
+        ratio = by[f"decode step {clock} over ours, fp32"]
         spread = f"{ratio['value']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
         cells = (f"{step['value'] * 1e3:.1f}", spread, f"{prefill['value']:.2f}", f"{by['bytes']['value'] / 2**20:.0f}")
         lines.append([case.partition(",")[0], contender, *cells, place, str(step["rounds"])])
@@ -113,6 +114,24 @@ def native_beside() -> str:
         "rounds",
     )
     return table(header, lines)
+
+
+_COSTS = {"sample seconds": ("sampling, s", 1), "train seconds": ("training, s", 1),
+          "sample peak_bytes": ("sampling, MiB", 2**20), "train peak_bytes": ("training, MiB", 2**20),
+          "rl rank_seconds": ("a rank's part of a step, s", 1),
+          "rl rank peak_bytes": ("a rank, MiB", 2**20)}  # fmt: skip
+
+
+def cost() -> str:
+    """What a step costs as its work grows: the newest row of each axis and measure."""
+    newest = {(row["case"], row["metric"]): row for row in _rows("cost")}
+    lines = []
+    for (grows, metric), row in newest.items():
+        said, unit = _COSTS[metric]
+        ends = (f"{row['measured'][place] / unit:.3g}" for place in (0, -1))
+        sizes = f"{row['sizes'][0]:,} to {row['sizes'][-1]:,}"
+        lines.append([grows, sizes, said, " to ".join(ends), f"{row['value']:.2f}", f"{row['last']:.2f}"])
+    return table(("what grows", "from, to", "of", "measured", "exponent", "of the two largest"), lines)
 
 
 def native_limit() -> str:
@@ -537,6 +556,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "decode_formats": decode_formats,
         "native_beside": native_beside,
         "native_limit": native_limit,
+        "cost": cost,
         "adopt_families": adopt_families,
         "adopt_refused": adopt_refused,
         "causes": lambda: causes("cause"),

@@ -245,14 +245,14 @@ def test_each_goal_has_a_line_held_or_missed_or_why_not(monkeypatch: pytest.Monk
     import here
 
     monkeypatch.setattr(here, "made_by", made_by)
-    monkeypatch.setattr(here.Path, "is_file", lambda path: True)  # the environments of vLLM and TRL
+    monkeypatch.setattr(here.Path, "is_file", lambda path: True)  # the peers' environments
     found = {finding.goal: finding for part in ("decode", "simulated", "step") for finding in here.PARTS[part](1, 1)}
     assert [found[f"decode step over vLLM's, {fmt}, 16 rows, 1 threads"].value for fmt in ("fp32", "bf16")] == [
         1.25,
         0.5,
     ]
     assert {goal for goal, each in found.items() if each.held is None} == {
-        "decode step over llama.cpp's fp16, 1 row",
+        "decode step over llama.cpp's, fp16, 1 rows, 1 threads",
         *(f"decode step over vLLM's, {fmt}, {rows} rows, 1 threads" for fmt in ("fp32", "bf16") for rows in (1, 64)),
     }
     assert {goal for goal, each in found.items() if each.held is False} == {
