@@ -135,6 +135,15 @@ def simulated(threads: int, rounds: int) -> Iterator[Finding]:
             yield Finding(f"simulated {row['requested']} step over fp32's, hidden {row['hidden']}", row["value"], 1.1)
 
 
+def formats(threads: int, rounds: int) -> Iterator[Finding]:
+    """A decode step of SmolLM2 in formats of 8 bits beside bf16's."""
+    names = ("fp8, scales powers of two", "mxfp8", "int8")
+    for row in made_by("decode_formats", "--threads", "1", "--rounds", str(rounds), "--formats", *names):
+        if row["contender"] in names:
+            rows, kernels = row["case"].split()[1], row["kernels"]
+            yield Finding(f"decode in {row['contender']} ({kernels}) over bf16's, {rows} rows", row["value"], 1.0)
+
+
 def step(threads: int, rounds: int) -> Iterator[Finding]:
     """A whole RL step beside TRL's, of a small model and of SmolLM2."""
     there = (ROOT / ".venv-trl" / "bin" / "python").is_file()
@@ -177,7 +186,7 @@ def processes(threads: int, rounds: int) -> Iterator[Finding]:
 
 
 PARTS: dict[str, Callable[[int, int], Iterator[Finding]]] = {
-    each.__name__: each for each in (start, simulated, step, processes, decode, demo)
+    each.__name__: each for each in (start, simulated, formats, step, processes, decode, demo)
 }
 
 

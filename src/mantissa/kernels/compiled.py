@@ -35,21 +35,25 @@ from torch import Tensor
 
 from mantissa.base.environ import CPU_FLAGS
 from mantissa.base.errors import MantissaError
-from mantissa.precision import BF16, FP16, FP32, NumberFormat
+from mantissa.precision import BF16, FP16, FP32, NumberFormat, round_to_format, round_to_format_
 
 Kind = Literal["fp32", "bf16", "fp16", "pairs"]
-Part = Kind | Literal["attention", "rows"]  # of the library, each used where it was measured to be faster
+Part = Kind | Literal["attention", "rows", "int8"]  # of the library, each used where it was measured to be faster
 KINDS: tuple[Kind, ...] = ("fp32", "bf16", "fp16", "pairs")  # in the order of the source's enum
-PARTS: tuple[Part, ...] = (*KINDS, "attention", "rows")
+PARTS: tuple[Part, ...] = (*KINDS, "attention", "rows", "int8")
+FP8, FP8_BY_POWER_OF_TWO = "fp8", "fp8 by a power of two"
+_SCALED = (FP8, FP8_BY_POWER_OF_TWO, "mxfp8", "mxfp4", "nvfp4", "int8")  # in the order of the source's enum
 _HELD = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "pairs": torch.bfloat16}
+_GROUP: dict[str, int] = {"pairs": 2, "int8": 4}  # inputs that are multiplied at a time
 _FOLDER = Path(__file__).parent
-_SOURCES = tuple(_FOLDER / f"{name}.c" for name in ("products", "attention", "rows"))
+_SOURCES = tuple(_FOLDER / f"{name}.c" for name in ("products", "attention", "rows", "rounding"))
 _HEADER = _FOLDER / "vectors.h"
 _COMPILERS = ("gcc", "cc", "clang")
 _FORMATS = (FP32, BF16, FP16)  # in the order of the sources' enum
 _SECONDS = 60.0  # that a compiler may take: it takes one
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_MORE = {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"}
 _SHARED = 1 << 16  # multiplications from which threads share a product: waking them takes microseconds
 
 
@@ -58,13 +62,14 @@ class Laid(Tensor):
     done but to multiply by it, and to make it plain again (``to_dense``: the same values, in the dtype it came in).
 
     ``pairs``: in bf16, for rows in bf16, multiplied two at a time by the processor's own instruction (AVX512-BF16).
+    ``int8``: codes, for ``integer_product`` (AVX512-VNNI).
     """
 
     held: Tensor
-    kind: Kind
+    kind: Kind | Literal["int8"]
 
     @staticmethod
-    def __new__(cls, values: Tensor, shape: Sequence[int], kind: Kind, dtype: torch.dtype) -> Laid:
+    def __new__(cls, values: Tensor, shape: Sequence[int], kind: Kind | Literal["int8"], dtype: torch.dtype) -> Laid:
         laid: Laid = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=values.device)
         laid.held, laid.kind = values, kind
         return laid
@@ -83,7 +88,8 @@ class Laid(Tensor):
 
     def to_dense(self, *_: Any, **__: Any) -> Tensor:
         """The weight again, F,E: the same values, in the dtype it came in."""
-        return _laid(self.held, self.shape, self.kind, back=True).view(self.shape).to(self.dtype)
+        held = self.held[: self.shape.numel()]
+        return _laid(held, self.shape, self.kind, back=True).view(self.shape).to(self.dtype)
 
     def product(self, x_NE: Tensor, bias_F: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         """x @ weight^T + bias, summed in fp32 and rounded once to ``dtype``: fp32, or bf16. Not differentiable."""
@@ -101,6 +107,36 @@ class Laid(Tensor):
         )  # fmt: skip
         return out_NF if rounded is None else rounded
 
+    def integer_product(
+        self, x_NE: Tensor, scales_F: Tensor, bias_F: Tensor | None = None, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Q(x) @ codes^T times the scales of both, + bias: ``cpu.int8`` in the same bits, rounded once to ``dtype``."""
+        features, inputs = self.shape
+        x_NE, rows = x_NE.contiguous(), x_NE.numel() // inputs
+        codes_NE, row_scales_N = torch.empty(rows, inputs, dtype=torch.uint8), torch.empty(rows)
+        if library().mantissa_codes(
+            x_NE.element_size(), x_NE.data_ptr(), codes_NE.data_ptr(), row_scales_N.data_ptr(), rows, inputs
+        ):
+            raise MemoryError(f"a row of {inputs} values")
+        out_NF, scales_F = torch.empty(*x_NE.shape[:-1], features), scales_F.contiguous()
+        bias = None if bias_F is None else bias_F.float().contiguous()
+        rounded = torch.empty_like(out_NF, dtype=dtype) if dtype is not torch.float32 else None
+        threads = torch.get_num_threads() if rows * features * inputs >= _SHARED else 1
+        library().mantissa_integers(
+            self.held.data_ptr(), codes_NE.data_ptr(), out_NF.data_ptr(), scales_F.data_ptr(),
+            row_scales_N.data_ptr(), None if bias is None else bias.data_ptr(),
+            None if rounded is None else rounded.data_ptr(), rows, inputs, features, threads,
+            _team() if threads > 1 else None,
+        )  # fmt: skip
+        return out_NF if rounded is None else rounded
+
+
+def lay_codes(codes_FE: Tensor) -> Laid:
+    """int8 codes laid out, with what the processor's unsigned operand adds to each output: 128 times its codes' sum."""
+    too_much_F = codes_FE.sum(1, dtype=torch.int32).mul_(128)
+    held = torch.cat((_laid(codes_FE.contiguous(), codes_FE.shape, "int8"), too_much_F.view(torch.int8)))
+    return Laid(held, codes_FE.shape, "int8", torch.int8)
+
 
 def lay(weight_FE: Tensor, kind: Kind) -> Laid:
     """``weight_FE`` laid out; its values must be ``kind``'s."""
@@ -113,9 +149,9 @@ def is_laid(weight: Tensor) -> bool:
     return weight.is_mkldnn or isinstance(weight, Laid)
 
 
-def fits(shape: Sequence[int], kind: Kind) -> bool:
-    """Whether a weight of this shape can be laid out: whole blocks of outputs, and for ``pairs`` an even number in."""
-    return len(shape) == 2 and shape[0] % library().mantissa_block() == 0 and not (kind == "pairs" and shape[1] % 2)
+def fits(shape: Sequence[int], kind: Kind | Literal["int8"]) -> bool:
+    """Whether a weight of this shape can be laid out: whole blocks of outputs, and whole groups of inputs."""
+    return len(shape) == 2 and shape[0] % library().mantissa_block() == 0 and shape[1] % _GROUP.get(kind, 1) == 0
 
 
 def computes(width: int, fmt: NumberFormat) -> bool:
@@ -196,9 +232,60 @@ def rotate(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, fmt: NumberFormat) 
     return out_BHTD
 
 
+def rounded(x: Tensor, fmt: NumberFormat) -> Tensor:
+    """``round_to_format`` of a tensor without gradient: to a half in one pass, in the same bits."""
+    if not _in_one_pass(x, fmt):
+        return round_to_format(x, fmt)
+    out = torch.empty_like(x)
+    _round(x, out, fmt)
+    return out
+
+
+def rounded_(x: Tensor, fmt: NumberFormat) -> Tensor:
+    """``round_to_format_`` likewise."""
+    if not _in_one_pass(x, fmt):
+        return round_to_format_(x, fmt)
+    _round(x, x, fmt)
+    return x
+
+
+def _in_one_pass(x: Tensor, fmt: NumberFormat) -> bool:
+    plain = type(x) is Tensor and x.dtype is torch.float32 and x.device.type == "cpu" and x.is_contiguous()
+    return plain and (fmt is BF16 or fmt is FP16) and built()[0] is not None
+
+
+def _round(x: Tensor, out: Tensor, fmt: NumberFormat) -> None:
+    threads = torch.get_num_threads() if x.numel() >= _SHARED else 1
+    library().mantissa_round(
+        _FORMATS.index(fmt), x.data_ptr(), out.data_ptr(), x.numel(), threads, _team() if threads > 1 else None
+    )
+
+
+def scaled(x_NE: Tensor, scheme: str) -> Tensor | None:
+    """The values of each row's codes, the bits of ``round_in_blocks`` (``FP8``, ``FP8_BY_POWER_OF_TWO``: e4m3 along
+    rows) and of ``SCHEMES``; None where nothing is compiled.
+
+    ``x``: fp32, or bf16 where bf16 holds the values too. Its shape and dtype. Not differentiable.
+    """
+    known = x_NE.dtype in (torch.float32, torch.bfloat16) and x_NE.device.type == "cpu"
+    if not known or type(x_NE) is not Tensor or built()[0] is None:
+        return None
+    x_NE, width = x_NE if x_NE.is_contiguous() else x_NE.contiguous(), x_NE.shape[-1]
+    out_NE, rows = torch.empty_like(x_NE), x_NE.numel() // max(1, width)
+    threads = torch.get_num_threads() if x_NE.numel() >= _SHARED else 1
+    failed = library().mantissa_scaled(
+        _SCALED.index(scheme), x_NE.element_size(), x_NE.data_ptr(), out_NE.data_ptr(), rows, width, threads,
+        _team() if threads > 1 else None,
+    )  # fmt: skip
+    if failed:
+        raise MemoryError(f"a row of {width} values")
+    return out_NE
+
+
 def parts() -> tuple[Part, ...]:
     """What there is here."""
-    return (*kinds(), "attention", "rows") if kinds() else ()
+    found: tuple[Part, ...] = (*kinds(), "attention", "rows") if kinds() else ()
+    return (*found, "int8") if found and "avx512_vnni" in _flags() else found
 
 
 def kinds() -> tuple[Kind, ...]:
@@ -221,10 +308,9 @@ def library() -> Any:
     return found
 
 
-def _laid(values: Tensor, shape: Sequence[int], kind: Kind, back: bool = False) -> Tensor:
+def _laid(values: Tensor, shape: Sequence[int], kind: str, back: bool = False) -> Tensor:
     out = torch.empty(values.numel(), dtype=values.dtype)
-    group = 2 if kind == "pairs" else 1
-    sizes = shape[1], shape[0], group, int(back)
+    sizes = shape[1], shape[0], _GROUP.get(kind, 1), int(back)
     library().mantissa_lay(values.element_size(), values.data_ptr(), out.data_ptr(), *sizes)
     return out
 
@@ -234,7 +320,11 @@ def _flags() -> tuple[str, ...]:
     has, capability = set(CPU_FLAGS.split()), torch.backends.cpu.get_cpu_capability()
     if capability not in ("AVX512", "AVX2") or not has >= {"avx2", "fma", "f16c"}:
         return ()
-    wide = [flag for flag in ("avx512f", "avx512_bf16") if capability == "AVX512" and {"avx512f", flag} <= has]
+    wide = [
+        flag
+        for flag in ("avx512f", "avx512_bf16", "avx512_vnni")
+        if capability == "AVX512" and {"avx512f", flag} <= has
+    ]
     return "avx2", *wide
 
 
@@ -248,7 +338,7 @@ def built() -> tuple[Any | None, str]:
     compiler = next((found for name in ((named,) if named else _COMPILERS) if (found := shutil.which(name))), None)
     if compiler is None:
         return None, f"there is no C compiler ({named or ', '.join(_COMPILERS)})"
-    options = (*_AVX2, *(_AVX512 if "avx512f" in flags else ()), *(["-mavx512bf16"] if "avx512_bf16" in flags else []))
+    options = (*_AVX2, *(_AVX512 if "avx512f" in flags else ()), *(o for flag, o in _MORE.items() if flag in flags))
     try:
         with _folder() as folder:
             return _opened(_kept(folder, compiler, ("-O3", "-ffp-contract=off", *options, "-shared", "-fPIC"))), ""
@@ -310,8 +400,12 @@ def _opened(path: Path) -> Any:
     library.mantissa_norm.argtypes = [*[number] * 2, *[pointer] * 5, size, size, ctypes.c_float]
     library.mantissa_swiglu.argtypes = [*[number] * 2, *[pointer] * 3, *[size] * 3]
     library.mantissa_rotate.argtypes = [*[number] * 2, *[pointer] * 5]
+    library.mantissa_round.argtypes = [number, pointer, pointer, size, number, pointer]
+    library.mantissa_codes.argtypes = [number, *[pointer] * 3, *[size] * 2]
+    library.mantissa_integers.argtypes = [*[pointer] * 7, *[size] * 3, number, pointer]
+    library.mantissa_scaled.argtypes = [*[number] * 2, *[pointer] * 2, *[size] * 2, number, pointer]
     library.mantissa_lay.argtypes = [number, pointer, pointer, size, size, number, number]
-    nothing = "product", "lay", "norm", "swiglu", "rotate"  # is what these return
+    nothing = "product", "lay", "norm", "swiglu", "rotate", "round", "integers"  # is what these return
     for name in nothing:
         getattr(library, f"mantissa_{name}").restype = None
     return library

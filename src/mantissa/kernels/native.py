@@ -110,7 +110,7 @@ class NativeKernels:
         quantized = self._in_fp8(layer)
         if quantized and isinstance(weight_FE, Tensor) and not _by_triton(x_NE) and not _is_int8(self.fp8):
             assert self.fp8 is not None
-            x_NE, quantized = activation_values(x_NE.float(), self.fp8).to(self.dtype), False
+            x_NE, quantized = activation_values(x_NE, self.fp8), False
         if not quantized:
             assert isinstance(weight_FE, Tensor)  # only what the policy names is kept as codes
             weight = self.weight(weight_FE)
@@ -122,7 +122,7 @@ class NativeKernels:
         if _is_int8(self.fp8):
             codes = weight_FE if isinstance(weight_FE, BlockScaled) else BlockScaled(*int8_codes(weight_FE))
             wide = None if bias is None else bias.float()
-            return cpu.int8(x_NE.detach(), codes, wide).to(self.dtype)
+            return cpu.int8(x_NE.detach(), codes, wide, self.dtype)
         from mantissa.kernels.triton.products import Fp8Linear
 
         if isinstance(weight_FE, BlockScaled):

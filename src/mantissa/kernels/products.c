@@ -5,7 +5,8 @@ values of its outputs ("pairs": of two inputs, output by output). So a product r
 which is what memory gives fastest, and keeps ROWS x BLOCK sums in registers.
 
 Each output is one fp32 sum, over the inputs in order, by fused multiply-adds (pairs: by the processor's own products
-of two bf16 pairs). So it is the same however many rows, blocks or threads there are. */
+of two bf16 pairs). So it is the same however many rows, blocks or threads there are. "int8": of four inputs, output by
+output, summed as int32. */
 
 #include "vectors.h"
 
@@ -14,7 +15,7 @@ of two bf16 pairs). So it is the same however many rows, blocks or threads there
 #define AT_ONCE 512 /* inputs at a time: a block of them stays in the cache from one group of rows to the next */
 enum { BLOCK = LANES * VECTORS };
 
-enum kind { OF_FP32, OF_BF16, OF_FP16, PAIRS };
+enum kind { OF_FP32, OF_BF16, OF_FP16, PAIRS, OF_INT8 };
 
 /* One product: what every thread of it reads, and the next block that none has taken. */
 struct product {
@@ -22,6 +23,7 @@ struct product {
   float *y;
   const float *bias;
   uint16_t *rounded; /* y in bf16; NULL: y itself is the result */
+  const float *scales, *row_scales; /* of codes: of each output, and of each row */
   long rows, in, out, taken, share;
   enum kind kind;
 };
@@ -67,6 +69,26 @@ INLINE void micro_pairs(const int rows, const uint16_t *w, const uint16_t *x, lo
 }
 #endif
 
+#ifdef __AVX512VNNI__
+/* The processor multiplies unsigned codes of x by signed ones: x comes 128 larger. y holds the sums as integers. */
+INLINE void micro_int8(const int rows, const int8_t *w, const uint8_t *x, long in, long count, float *y, long out,
+                       int begun) {
+  __m512i sum[ROWS][VECTORS], v[VECTORS];
+  UNROLL(int r = 0; r < rows; r++)
+  UNROLL(int k = 0; k < VECTORS; k++) sum[r][k] = begun ? _mm512_loadu_si512(y + r * out + k * LANES) : all_bits(0);
+  for (long e = 0; e < count; e += 4, w += 4 * BLOCK) {
+    UNROLL(int k = 0; k < VECTORS; k++) v[k] = _mm512_loadu_si512(w + 4 * k * LANES);
+    UNROLL(int r = 0; r < rows; r++) {
+      int four;
+      memcpy(&four, x + r * in + e, sizeof four);
+      UNROLL(int k = 0; k < VECTORS; k++) sum[r][k] = _mm512_dpbusd_epi32(sum[r][k], all_bits(four), v[k]);
+    }
+  }
+  UNROLL(int r = 0; r < rows; r++)
+  UNROLL(int k = 0; k < VECTORS; k++) _mm512_storeu_si512(y + r * out + k * LANES, sum[r][k]);
+}
+#endif
+
 /* One block of outputs for all rows. One row reads the block in one go. */
 #define OF_BLOCK(NAME, VALUE, OPERAND, MICRO)                                                                     \
   static void NAME(const VALUE *w, const OPERAND *x, float *y, long rows, long in, long out) {                    \
@@ -92,6 +114,21 @@ OF_BLOCK(block_fp16, uint16_t, float, micro_fp16)
 #ifdef __AVX512BF16__
 OF_BLOCK(block_pairs, uint16_t, uint16_t, micro_pairs)
 #endif
+#ifdef __AVX512VNNI__
+OF_BLOCK(block_int8, int8_t, uint8_t, micro_int8)
+
+/* Integers become the values that they stand for: less what 128 too much in each x made, times both scales. */
+static void of_integers(const struct product *p, long start) {
+  const int32_t *too_much = (const int32_t *)((const int8_t *)p->weight + p->out * p->in) + start;
+  float *y = p->y + start;
+  for (long r = 0; r < p->rows; r++, y += p->out)
+    for (int k = 0; k < BLOCK; k++) {
+      uint32_t sum;
+      memcpy(&sum, y + k, sizeof sum);
+      y[k] = (float)(int32_t)(sum - (uint32_t)too_much[k]) * p->row_scales[r] * p->scales[start + k];
+    }
+}
+#endif
 
 static void of_block(const struct product *p, long at) {
   long start = at * BLOCK, first = start * p->in;
@@ -103,6 +140,12 @@ static void of_block(const struct product *p, long at) {
     case PAIRS:
 #ifdef __AVX512BF16__
       block_pairs((const uint16_t *)p->weight + first, p->x, y, p->rows, p->in, p->out);
+#endif
+      break;
+    case OF_INT8:
+#ifdef __AVX512VNNI__
+      block_int8((const int8_t *)p->weight + first, p->x, y, p->rows, p->in, p->out);
+      of_integers(p, start);
 #endif
       break;
   }
@@ -121,18 +164,30 @@ static void work(void *of) {
     for (long end = at + p->share < blocks ? at + p->share : blocks; at < end; at++) of_block(p, at);
 }
 
+static void shared(struct product *p, unsigned threads, parallel team) {
+  p->share = p->out / BLOCK / (4 * threads) + 1;
+  if (team && threads > 1)
+    team(work, p, threads, 0);
+  else
+    work(p);
+}
+
 /* `team`: GOMP_parallel of the library whose threads torch's own operations use; NULL: one thread. */
 void mantissa_product(int kind, const void *weight, const void *x, float *y, const float *bias, uint16_t *rounded,
                       long rows, long in, long out, unsigned threads, parallel team) {
-  struct product p = {weight, x, y, bias, rounded, rows, in, out, 0, 1, kind};
-  p.share = out / BLOCK / (4 * threads) + 1;
-  if (team && threads > 1)
-    team(work, &p, threads, 0);
-  else
-    work(&p);
+  struct product p = {weight, x, y, bias, rounded, NULL, NULL, rows, in, out, 0, 1, kind};
+  shared(&p, threads, team);
 }
 
-/* A weight of `size`-byte values in the layout above; `back`: the other way round. `group`: 2 for pairs, else 1. */
+/* The same of int8 codes, x's 128 larger. A weight's codes are followed by int32, 128 times the sum of each output's. */
+void mantissa_integers(const void *weight, const void *x, float *y, const float *scales, const float *row_scales,
+                       const float *bias, uint16_t *rounded, long rows, long in, long out, unsigned threads,
+                       parallel team) {
+  struct product p = {weight, x, y, bias, rounded, scales, row_scales, rows, in, out, 0, 1, OF_INT8};
+  shared(&p, threads, team);
+}
+
+/* A weight of `size`-byte values in the layout above; `back`: the other way round. `group`: 2 for pairs, 4 for int8, else 1. */
 #define LAY(NAME, VALUE)                                                                                          \
   static void NAME(const VALUE *from, VALUE *to, long in, long out, int group, int back) {                        \
     for (long f = 0; f < out; f += BLOCK)                                                                         \
@@ -143,11 +198,13 @@ void mantissa_product(int kind, const void *weight, const void *x, float *y, con
             to[back ? plain : laid] = from[back ? laid : plain];                                                  \
           }                                                                                                       \
   }
+LAY(lay_1, uint8_t)
 LAY(lay_2, uint16_t)
 LAY(lay_4, uint32_t)
 
 void mantissa_lay(int size, const void *from, void *to, long in, long out, int group, int back) {
-  if (size == 2) lay_2(from, to, in, out, group, back);
+  if (size == 1) lay_1(from, to, in, out, group, back);
+  else if (size == 2) lay_2(from, to, in, out, group, back);
   else lay_4(from, to, in, out, group, back);
 }
 

@@ -10,10 +10,10 @@ Rules of the backward pass: a product's gradient operands are rounded before the
 autograd has summed gradients (the residual stream, a norm that three projections read), the sum is rounded when it is
 next read. A half tensor's is rounded at every addition: for three terms the two may differ in the last bit. SwiGLU,
 rotation and attention do not round what they receive: in a decoder it comes from one operation that did. Weights,
-embeddings and logits need no rule of their own: ``round_to_format`` is two casts, and autograd casts the gradient too.
+embeddings and logits are rounded by ``Rounded``, and so are their gradients.
 
-Cost: a rounding is two casts, 0.07-0.25 ms per million elements, against 256 fused multiply-adds per element in a
-product with 128 features in.
+Cost: a rounding is one pass where it is compiled (``compiled.py``), 0.06 ms per million elements, else two casts, 0.07
+to 0.25, against 256 fused multiply-adds per element in a product with 128 features in.
 
 Held in fp32, values on their blocks' grids (``round_in_blocks``, no codes) are multiplied by an ordinary product. On a
 tensor core codes are multiplied and each block's sum by two scales: the same sum, in another order of roundings.
@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mantissa.kernels import compiled
-from mantissa.kernels.compiled import Kind
+from mantissa.kernels.compiled import FP8, FP8_BY_POWER_OF_TWO, Kind, rounded, rounded_
 from mantissa.kernels.cpu import CpuProducts, Products
 from mantissa.precision import (
     ALONG_COLUMNS,
@@ -51,8 +51,6 @@ from mantissa.precision import (
     NumberFormat,
     Quantized,
     round_in_blocks,
-    round_to_format,
-    round_to_format_,
     token_logprob,
 )
 
@@ -67,10 +65,13 @@ def weight_values(master_FE: Tensor, fp8: Fp8Policy) -> Tensor:
 
 
 def activation_values(x_NE: Tensor, fp8: Fp8Policy) -> Tensor:
-    """The fp32 values of an activation as an operand of the forward product."""
+    """The values of an activation as an operand of the forward product: fp32, or bf16 where that holds them."""
     if isinstance(fp8, Quantized):
-        return SCHEMES[fp8.scheme].activation(x_NE)
-    return round_in_blocks(x_NE, E4M3, ALONG_ROWS, fp8.power_of_two)
+        scheme = SCHEMES[fp8.scheme]
+        values_NE = compiled.scaled(x_NE, fp8.scheme) if scheme.activations else x_NE
+        return scheme.activation(x_NE).to(x_NE.dtype) if values_NE is None else values_NE
+    values_NE = compiled.scaled(x_NE, FP8_BY_POWER_OF_TWO if fp8.power_of_two else FP8)
+    return round_in_blocks(x_NE, E4M3, ALONG_ROWS, fp8.power_of_two).to(x_NE.dtype) if values_NE is None else values_NE
 
 
 class _Nowhere:
@@ -93,6 +94,19 @@ class Operation(torch.autograd.Function):
     def of(cls, *given: Any) -> Any:
         """``apply``; without gradients the forward by itself, for to enter autograd takes as long as a small one."""
         return cls.apply(*given) if torch.is_grad_enabled() else cls.forward(_NOWHERE, *given)
+
+
+class Rounded(Operation):
+    """round(x), and its gradient rounded, as that of two casts is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fmt: NumberFormat) -> Tensor:
+        ctx.fmt = fmt
+        return rounded(x, fmt)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return rounded(grads[0], ctx.fmt), None
 
 
 class ScaledLinear(Operation):
@@ -136,7 +150,7 @@ class ScaledLinear(Operation):
         operand_NE = activation_values(x_NE, fp8)
         ctx.save_for_backward(x_NE, values_FE)
         ctx.fp8, ctx.base, ctx.products = fp8, base, products
-        return round_to_format_(product(operand_NE, values_FE, bias_F), base)
+        return rounded_(product(operand_NE, values_FE, bias_F), base)
 
     @staticmethod
     def backward(
@@ -145,18 +159,18 @@ class ScaledLinear(Operation):
         x_NE, values_FE = ctx.saved_tensors
         fp8, base = ctx.fp8, ctx.base
         fmt, power_of_two = fp8.backward_format, fp8.power_of_two
-        grad_NF = round_to_format(grads[0], base)
+        grad_NF = rounded(grads[0], base)
         flat_NF = grad_NF.reshape(-1, grad_NF.shape[-1])
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             operand_NF = grad_NF if fmt is None else round_in_blocks(grad_NF, fmt, ALONG_ROWS, power_of_two)
-            grad_x = round_to_format_(ctx.products.of_input(operand_NF, values_FE), base)
+            grad_x = rounded_(ctx.products.of_input(operand_NF, values_FE), base)
         if ctx.needs_input_grad[1]:
             g_NF, x_NE = flat_NF, x_NE.reshape(-1, x_NE.shape[-1])
             if fmt is not None:
                 g_NF = round_in_blocks(g_NF, fmt, ALONG_COLUMNS, power_of_two)
                 x_NE = round_in_blocks(x_NE, E4M3, ALONG_COLUMNS, power_of_two)
-            grad_weight = round_to_format_(ctx.products.of_weight(g_NF, x_NE), base)
+            grad_weight = rounded_(ctx.products.of_weight(g_NF, x_NE), base)
         if ctx.needs_input_grad[2]:
             grad_bias = flat_NF.sum(0)  # rounded where the bias was
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
@@ -192,16 +206,16 @@ class SimulatedKernels:
         self._mask = CachedMask()
 
     def weight(self, master: Tensor) -> Tensor:
-        return master if self.weights_on_grid else round_to_format(master, self.format)
+        return master if self.weights_on_grid else Rounded.of(master, self.format)
 
     def embedding(self, tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
         rows = F.embedding(tokens_BT, weight_VE)
-        return rows if self.weights_on_grid else round_to_format(rows, self.format)
+        return rows if self.weights_on_grid else Rounded.of(rows, self.format)
 
     def copied(self, master: Tensor, layer: str = "") -> Tensor | BlockScaled:
         if self.fp8 is not None and master.dim() == 2 and self.fp8.quantizes(layer):
             return weight_values(master, self.fp8)
-        return round_to_format(master.detach(), self.format)
+        return rounded(master.detach(), self.format)
 
     def laid(self, copy: Tensor, layer: str = "") -> Tensor:
         if not self.weights_on_grid:  # a learner's, which rounds what it reads: no copy of its own
@@ -234,7 +248,8 @@ class SimulatedKernels:
         return Linear.of(x_NE, self.weight(weight_FE), bias, *how)
 
     def logits(self, x_NE: Tensor, weight_VE: Tensor) -> Tensor:
-        return round_to_format(self.router(x_NE, weight_VE), self.logits_format)
+        logits_NV, fmt = self.router(x_NE, weight_VE), self.logits_format
+        return logits_NV if fmt is FP32 else Rounded.of(logits_NV, fmt)
 
     def router(self, x_NE: Tensor, weight_XE: Tensor) -> Tensor:
         return Linear.of(x_NE, self.weight(weight_XE), None, self.format, FP32, self.product, self.products)
@@ -286,14 +301,14 @@ class SimulatedKernels:
         mask_N1S = self._mask(length_B, kv_heads, keys)
         with self.products.heads(q_BHD, heads // kv_heads, keys * size):
             q_NGD = q_BHD.reshape(rows * kv_heads, -1, size)
-            p_NGS = round_to_format_(cached_probabilities(q_NGD, k_BKSD.flatten(0, 1), mask_N1S), self.format)
-            return round_to_format_(torch.bmm(p_NGS, v_BKSD.flatten(0, 1)), self.format).view(q_BHD.shape)
+            p_NGS = rounded_(cached_probabilities(q_NGD, k_BKSD.flatten(0, 1), mask_N1S), self.format)
+            return rounded_(torch.bmm(p_NGS, v_BKSD.flatten(0, 1)), self.format).view(q_BHD.shape)
 
 
 class Linear(Operation):
     """x @ w^T + b with the result in ``result_fmt``.
 
-    The weight's gradient leaves in fp32 and is rounded by the casts that made the compute copy.
+    The weight's gradient leaves in fp32 and is rounded where the compute copy was (``Rounded``).
     """
 
     @staticmethod
@@ -309,16 +324,16 @@ class Linear(Operation):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.fmt, ctx.products = fmt, products
-        return round_to_format_(product(x, weight, bias), result_fmt)
+        return rounded_(product(x, weight, bias), result_fmt)
 
     @staticmethod
     def backward(
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
         x, weight = ctx.saved_tensors
-        grad = round_to_format(grads[0], ctx.fmt)
+        grad = rounded(grads[0], ctx.fmt)
         flat = grad.reshape(-1, grad.shape[-1])
-        grad_x = round_to_format_(ctx.products.of_input(grad, weight), ctx.fmt) if ctx.needs_input_grad[0] else None
+        grad_x = rounded_(ctx.products.of_input(grad, weight), ctx.fmt) if ctx.needs_input_grad[0] else None
         grad_weight = ctx.products.of_weight(flat, x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
         grad_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, None, None, None, None
@@ -357,20 +372,20 @@ class RMSNorm(Operation):
         scale = inverse_rms(x, eps)
         ctx.save_for_backward(x, weight, scale)
         ctx.fmt = fmt
-        return round_to_format_(round_to_format_(x * scale, fmt).mul_(weight), fmt)
+        return rounded_(rounded_(x * scale, fmt).mul_(weight), fmt)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         fmt = ctx.fmt
         x, weight, scale = ctx.saved_tensors
-        grad = round_to_format(grads[0], fmt)
-        return *norm_gradients(ctx, grad, x, weight, scale, lambda x: round_to_format_(x, fmt)), None, None
+        grad = rounded(grads[0], fmt)
+        return *norm_gradients(ctx, grad, x, weight, scale, lambda x: rounded_(x, fmt)), None, None
 
 
 def norm_gradients(
-    ctx: Any, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, rounded: Callable[[Tensor], Tensor]
+    ctx: Any, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, to_grid: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor | None]:
-    """RMSNorm's, of x and of the weight, in every family: ``rounded`` rounds a tensor, in place or to a half's dtype.
+    """RMSNorm's, of x and of the weight, in every family: ``to_grid`` rounds a tensor, in place or to a half's dtype.
 
     dx = s * (dn - xs * mean(dn * xs)), dn = round(dy * w). dw = sum of round(dy * n) over rows: autograd makes a half
     tensor of the product before it sums. ``scale``: s, fp32. ``grad``: dy, rounded.
@@ -378,11 +393,11 @@ def norm_gradients(
     normed = x.float() * scale
     grad_weight = None
     if ctx.needs_input_grad[1]:
-        n = rounded(x.float() * scale)  # anew, since ``normed`` is needed as it is
-        grad_weight = rounded(n.mul_(grad)).reshape(-1, x.shape[-1]).sum(0)
-    grad_normed = rounded(grad * weight).float()
+        n = to_grid(x.float() * scale)  # anew, since ``normed`` is needed as it is
+        grad_weight = to_grid(n.mul_(grad)).reshape(-1, x.shape[-1]).sum(0)
+    grad_normed = to_grid(grad * weight).float()
     projection = (grad_normed * normed).mean(-1, keepdim=True)
-    return rounded(grad_normed.sub_(normed.mul_(projection)).mul_(scale)), grad_weight
+    return to_grid(grad_normed.sub_(normed.mul_(projection)).mul_(scale)), grad_weight
 
 
 class _SwiGLU(Operation):
@@ -392,24 +407,24 @@ class _SwiGLU(Operation):
     def forward(ctx: Any, gate: Tensor, up: Tensor, fmt: NumberFormat) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.fmt = fmt
-        return round_to_format_(round_to_format_(F.silu(gate), fmt).mul_(up), fmt)
+        return rounded_(rounded_(F.silu(gate), fmt).mul_(up), fmt)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
         # dy is on the grid: the one consumer of y is a product, which rounds what it returns
-        return *unit_gradients(grads[0], gate, up, lambda x: round_to_format_(x, ctx.fmt)), None
+        return *unit_gradients(grads[0], gate, up, lambda x: rounded_(x, ctx.fmt)), None
 
 
 def unit_gradients(
-    grad: Tensor, gate: Tensor, up: Tensor, rounded: Callable[[Tensor], Tensor]
+    grad: Tensor, gate: Tensor, up: Tensor, to_grid: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """SwiGLU's, of gate and up, in every family: ``rounded`` rounds a new tensor; that of half tensors is the identity.
+    """SwiGLU's, of gate and up, in every family: ``to_grid`` rounds a new tensor; that of half tensors is the identity.
 
     du = round(dy * round(silu(g))); dg = round(dy * u) * sigmoid(g) * (1 + g * (1 - sigmoid(g))), rounded.
     """
-    grad_up = rounded(rounded(F.silu(gate)).mul_(grad))
-    return rounded(torch.ops.aten.silu_backward(rounded(grad * up), gate)), grad_up
+    grad_up = to_grid(to_grid(F.silu(gate)).mul_(grad))
+    return to_grid(torch.ops.aten.silu_backward(to_grid(grad * up), gate)), grad_up
 
 
 class _Sigmoid(Operation):
@@ -417,7 +432,7 @@ class _Sigmoid(Operation):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fmt: NumberFormat, sigmoid: Callable[[Tensor], Tensor]) -> Tensor:
-        y = round_to_format_(sigmoid(x), fmt)
+        y = rounded_(sigmoid(x), fmt)
         ctx.save_for_backward(y)
         ctx.fmt = fmt
         return y
@@ -425,7 +440,7 @@ class _Sigmoid(Operation):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (y,) = ctx.saved_tensors
-        return round_to_format_(torch.ops.aten.sigmoid_backward(grads[0], y), ctx.fmt), None, None
+        return rounded_(torch.ops.aten.sigmoid_backward(grads[0], y), ctx.fmt), None, None
 
 
 class _Scale(Operation):
@@ -435,14 +450,14 @@ class _Scale(Operation):
     def forward(ctx: Any, x_NE: Tensor, weight_N: Tensor, fmt: NumberFormat) -> Tensor:
         ctx.save_for_backward(x_NE, weight_N)
         ctx.fmt = fmt
-        return round_to_format_(x_NE * weight_N.unsqueeze(-1), fmt)
+        return rounded_(x_NE * weight_N.unsqueeze(-1), fmt)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x_NE, weight_N = ctx.saved_tensors
-        grad = round_to_format(grads[0], ctx.fmt)
+        grad = rounded(grads[0], ctx.fmt)
         grad_weight = (grad * x_NE).sum(-1) if ctx.needs_input_grad[1] else None
-        return round_to_format_(grad * weight_N.unsqueeze(-1), ctx.fmt), grad_weight, None
+        return rounded_(grad * weight_N.unsqueeze(-1), ctx.fmt), grad_weight, None
 
 
 class Rotate(Operation):
@@ -452,12 +467,12 @@ class Rotate(Operation):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, fmt: NumberFormat) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.fmt = fmt
-        return round_to_format_(rotate_fp32(x, cos, sin), fmt)
+        return rounded_(rotate_fp32(x, cos, sin), fmt)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return round_to_format_(rotate_fp32(grads[0], cos, -sin), ctx.fmt), None, None, None
+        return rounded_(rotate_fp32(grads[0], cos, -sin), ctx.fmt), None, None, None
 
 
 class _Add(Operation):
@@ -466,11 +481,11 @@ class _Add(Operation):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, fmt: NumberFormat) -> Tensor:
         ctx.fmt = fmt
-        return round_to_format_(x + y, fmt)
+        return rounded_(x + y, fmt)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        grad = round_to_format(grads[0], ctx.fmt)
+        grad = rounded(grads[0], ctx.fmt)
         return grad, grad, None
 
 
@@ -494,8 +509,8 @@ class CausalAttention(Operation):
         with _heads(products, q, k):
             for start, stop in _query_blocks(q.shape[2]):
                 p = _causal_probabilities(q, k, start, stop)
-                product = round_to_format_(p, fmt).flatten(1, 2) @ v[:, :stop]
-                out[:, :, start:stop] = round_to_format_(product, fmt).view(*p.shape[:3], -1)
+                product = rounded_(p, fmt).flatten(1, 2) @ v[:, :stop]
+                out[:, :, start:stop] = rounded_(product, fmt).view(*p.shape[:3], -1)
         ctx.save_for_backward(q, k, v, out)
         ctx.fmt, ctx.shape, ctx.block, ctx.products = fmt, q_BHTD.shape, None, products
         return out.view(q_BHTD.shape)
@@ -518,16 +533,16 @@ class CausalAttention(Operation):
             flat = d_out.flatten(1, 2)
             d_scores = (flat @ v[:, :stop].transpose(1, 2)).view(p.shape)
             d_scores = d_scores.sub_(delta).mul_(p)
-            p_rounded, ds = round_to_format_(p, fmt).flatten(1, 2), round_to_format_(d_scores, fmt).flatten(1, 2)
+            p_rounded, ds = rounded_(p, fmt).flatten(1, 2), rounded_(d_scores, fmt).flatten(1, 2)
             grad_v[:, :stop] += p_rounded.transpose(1, 2) @ flat
             grad_k[:, :stop] += ds.transpose(1, 2) @ q[:, :, start:stop].flatten(1, 2)
             grad_q[:, :, start:stop] = (ds @ k[:, :stop]).view(d_out.shape)
         rows, _, length, size = ctx.shape
         kv_shape = (rows, -1, length, size)
         return (
-            round_to_format_(grad_q.mul_(scale), fmt).view(ctx.shape),
-            round_to_format_(grad_k.mul_(scale), fmt).view(kv_shape),
-            round_to_format_(grad_v, fmt).view(kv_shape),
+            rounded_(grad_q.mul_(scale), fmt).view(ctx.shape),
+            rounded_(grad_k.mul_(scale), fmt).view(kv_shape),
+            rounded_(grad_v, fmt).view(kv_shape),
         )
 
 

@@ -27,6 +27,13 @@ enum { LANES = 16, VECTORS = 4 };
 #define fused _mm512_fmadd_ps
 #define all _mm512_set1_ps
 #define zero _mm512_setzero_ps
+typedef __m512i integers;
+#define bits_of _mm512_castps_si512
+#define of_bits _mm512_castsi512_ps
+#define all_bits _mm512_set1_epi32
+#define both _mm512_and_si512
+#define sum_of _mm512_add_epi32
+#define larger_int _mm512_max_epi32
 #else /* AVX2, FMA and F16C */
 typedef __m256 vector;
 enum { LANES = 8, VECTORS = 2 };
@@ -50,6 +57,13 @@ INLINE __m128i halves_of(__m256i x) {
 #define fused _mm256_fmadd_ps
 #define all _mm256_set1_ps
 #define zero _mm256_setzero_ps
+typedef __m256i integers;
+#define bits_of _mm256_castps_si256
+#define of_bits _mm256_castsi256_ps
+#define all_bits _mm256_set1_epi32
+#define both _mm256_and_si256
+#define sum_of _mm256_add_epi32
+#define larger_int _mm256_max_epi32
 #endif
 
 typedef void (*parallel)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel, of torch's own threads */

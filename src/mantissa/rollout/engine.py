@@ -117,6 +117,10 @@ class CopiedPolicy:
             owner.weight = nn.Parameter(laid, requires_grad=False)
             return copy
         assert isinstance(owner, Projection)  # nothing else has a name, and only what has one is quantised
+        codes = self.kernels.laid(copy.codes, owner.name) if self._pack else copy.codes
+        if is_laid(codes):
+            owner.weight, owner.scales = nn.Parameter(codes, requires_grad=False), copy.scales
+            return copy.scales.amax()
         self._make_room(owner, copy)
         assert owner.scales is not None
         owner.weight.copy_(copy.codes)
@@ -141,8 +145,10 @@ class CopiedPolicy:
             codes = [copy if isinstance(copy, Tensor) else copy.codes for copy in self._waiting]
             scales = [copy.scales for copy in self._waiting if isinstance(copy, BlockScaled)]
             whole = torch.cat(codes)
-            weight = BlockScaled(whole, torch.cat(scales)) if scales else self.kernels.laid(whole, part.name)
-            block.joined = Joined(weight, None, tuple(map(len, codes)))
+            laid = self.kernels.laid(whole, part.name)
+            block.joined = Joined(
+                BlockScaled(laid, torch.cat(scales)) if scales else laid, None, tuple(map(len, codes))
+            )
             self._waiting.clear()
         part.weight = _nothing(part.weight)
 
@@ -152,10 +158,11 @@ class CopiedPolicy:
         if block.joined is None:
             return {name: owner.weight.detach()}
         weight, at = block.joined.weight, list(block.alike).index(owner)
-        if isinstance(weight, Tensor):
-            return {name: (weight.to_dense() if is_laid(weight) else weight).split(block.joined.widths)[at]}
-        codes, scales = (x.split(block.joined.widths)[at] for x in (weight.codes, weight.scales))
-        return {name: codes, f"{name}.scales": scales}
+        whole = weight if isinstance(weight, Tensor) else weight.codes
+        found = {name: (whole.to_dense() if is_laid(whole) else whole).split(block.joined.widths)[at]}
+        if isinstance(weight, BlockScaled):
+            found[f"{name}.scales"] = weight.scales.split(block.joined.widths)[at]
+        return found
 
     def _join_biases(self, block: Attention | MLP) -> None:
         biases: list[Tensor] = [part.bias for part in block.alike if part.bias is not None]
@@ -242,8 +249,9 @@ def require_held(who: str, name: str, master_peak: float, stored_peak: float, fm
 
 
 def _nothing(weight: Tensor) -> nn.Parameter:
-    """NaN in the shape of ``weight``, and no memory: for one that is kept elsewhere, or not yet."""
-    nan = torch.full((1, 1), float("nan"), dtype=weight.dtype)
+    """NaN in the shape of ``weight``, and no memory: for one that is kept elsewhere, or not yet. Of codes 0: their
+    scales are NaN."""
+    nan = torch.full((1, 1), float("nan") if weight.is_floating_point() else 0, dtype=weight.dtype)
     return nn.Parameter(nan.expand(weight.shape), requires_grad=False)
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from mantissa.kernels import compiled, cpu
-from mantissa.kernels.compiled import Kind, Laid
+from mantissa.kernels.compiled import Kind, Laid, rounded_
 from mantissa.kernels.cpu import Products
 from mantissa.kernels.exact.plan import AttentionChoice, Choice, ExactPlan, pieces
 from mantissa.kernels.simulated import (
@@ -40,7 +40,7 @@ from mantissa.kernels.simulated import (
     _SwiGLU,
     mask_beyond,
 )
-from mantissa.precision import FP32, Fp8Policy, NumberFormat, round_cached, round_to_format_
+from mantissa.precision import FP32, Fp8Policy, NumberFormat, round_cached
 
 PART = 1 << 19  # values of SwiGLU at a time: 2 MB
 
@@ -121,7 +121,7 @@ class _ExactSwiGLU(_SwiGLU):
 def _swiglu(gate: Tensor, up: Tensor, negated: Tensor, fmt: NumberFormat) -> Tensor:
     """Written over ``negated``, which is -gate."""
     silu = torch.div(gate, negated.exp_().add_(1.0), out=negated)
-    return round_to_format_(round_to_format_(silu, fmt).mul_(up), fmt)
+    return rounded_(rounded_(silu, fmt).mul_(up), fmt)
 
 
 def laid(copy: Tensor, choices: Mapping[tuple[int, ...], Choice], kind: Kind) -> Tensor:
@@ -323,11 +323,11 @@ def attended(
             part, alpha = capped(part), 1.0
         # 0 + scale * s is one rounding whether or not it is fused, and -inf stays: mask and scale in one pass.
         torch.add(mask[..., block], part.view(*shape, *part.shape[1:]), alpha=alpha, out=scores[..., block])
-    p = round_to_format_(torch.softmax(scores_NMS, dim=-1), fmt)
+    p = rounded_(torch.softmax(scores_NMS, dim=-1), fmt)
     total = batched(p[:, :, blocks[0]], v_NSD[:, blocks[0]], choice)
     for block in blocks[1:]:
         total += batched(p[:, :, block], v_NSD[:, block], choice)
-    return round_to_format_(total, fmt)
+    return rounded_(total, fmt)
 
 
 def batched(x_NMK: Tensor, y_NKS: Tensor, choice: AttentionChoice) -> Tensor:
