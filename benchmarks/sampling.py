@@ -173,8 +173,10 @@ def random_prompts(rows: int, words: int) -> list[list[int]]:
     return [torch.randint(words // 2, (PROMPT,), generator=generator).tolist() for _ in range(rows)]
 
 
-def native(model: Decoder, rows: int, samples: int, precision: str | PrecisionPolicy) -> tuple[Sample, Row]:
-    engine, active = engine_of(model, precision, rows, PROMPT + NEW)
+def native(
+    model: Decoder, rows: int, samples: int, precision: str | PrecisionPolicy, new: int = NEW
+) -> tuple[Sample, Row]:
+    engine, active = engine_of(model, precision, rows, PROMPT + new)
     return ours(engine, random_prompts(rows // samples, model.config.vocab_size), samples), active
 
 
@@ -191,12 +193,12 @@ def timed(run: Sample, new: int) -> tuple[int, dict[str, float]]:
     return came, {"seconds": time.perf_counter() - wall, "processor_seconds": time.process_time() - cpu}
 
 
-def measure(contenders: dict[str, Sample], rows: int, rounds: int) -> dict[str, list[dict[str, float]]]:
+def measure(contenders: dict[str, Sample], rows: int, rounds: int, new: int = NEW) -> dict[str, list[dict[str, float]]]:
     """For each contender and round, seconds by phase: ``prefill``, ``decode``, ``all``; after one round of warm-up."""
 
     def phases(run: Sample) -> dict[str, float]:
-        (one, first), (all_, whole) = timed(run, 1), timed(run, NEW)
-        assert (one, all_) == (rows, rows * NEW)
+        (one, first), (all_, whole) = timed(run, 1), timed(run, new)
+        assert (one, all_) == (rows, rows * new)
         return phases_of(first, whole)
 
     return turns(contenders, 1, rounds, phases)
