@@ -1,4 +1,4 @@
-"""Products, attention and what is computed row by row, compiled for this processor where a C compiler is there.
+"""Products, attention, rows and rounding, compiled for this processor where a C compiler is there.
 
 A decode step multiplies a few rows by every weight, so its time is the time to read the weights. No library that comes
 with torch reads them as fast as the memory gives them: on one core of an AMD EPYC (Zen 4) one row of SmolLM2's
@@ -6,10 +6,11 @@ projections takes oneDNN 20 ms in bf16 and 40 ms in fp32, and these 10 and 20. T
 in bf16, and widen them as they are read, which is exact: a simulated half reads half of what fp32 reads.
 
 Each output is one fp32 sum over the inputs in order, so it does not depend on how many rows or threads there are.
-Attention in one call computes each query's row by itself, in one order of its own: no mask, no rows beside it.
+Attention in one call computes each query's row by itself, in one order of its own: no mask, no rows beside it. int8's
+product and roundings have the bits of the Python that they stand for, so no table has to say which of the two ran.
 
-The library is built once a machine, in a second, and kept in the user's cache folder; a folder that others may write
-to is not used. ``cpu.py`` measures where it is the faster one, and a run's table of products says so.
+The library is built once a machine, in three seconds, and kept in the user's cache folder; a folder that others may
+write to is not used. ``cpu.py`` measures where it is the faster one, and a run's table of products says so.
 
 Legend: N rows (any leading shape), E features in, F features out. Of attention: B sequences, H query heads, K key
 heads, T queries, S keys, D head size.
@@ -50,7 +51,7 @@ _SOURCES = tuple(_FOLDER / f"{name}.c" for name in ("products", "attention", "ro
 _HEADER = _FOLDER / "vectors.h"
 _COMPILERS = ("gcc", "cc", "clang")
 _FORMATS = (FP32, BF16, FP16)  # in the order of the sources' enum
-_SECONDS = 60.0  # that a compiler may take: it takes one
+_SECONDS = 60.0  # that a compiler may take: it takes three
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _MORE = {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"}
