@@ -148,14 +148,14 @@ WHY = {"length": "every token attends to all before it: the scores of attention 
 def cost(rows: Sequence[Row]) -> str:
     """One line for each thing that grows: the exponents of time and memory, of all sizes and of the last two."""
     mine = {(r["case"], r["metric"]): r for r in rows if r["benchmark"] == "cost"}
-    lines, reasons = [], []
+    lines, reasons, metrics = [], [], list(dict.fromkeys(metric for _, metric in mine))
     for case_ in dict.fromkeys(case_ for case_, _ in mine):
         of = {metric: r for (which, metric), r in mine.items() if which == case_}
         lines.append([case_, ", ".join(f"{x:,.0f}" for x in next(iter(of.values()))["sizes"]),
-                      *(f"{r['value']:.2f} ({r['last']:.2f})" for r in of.values())])  # fmt: skip
+                      *(f"{of[m]['value']:.2f} ({of[m]['last']:.2f})" if m in of else "" for m in metrics)])  # fmt: skip
         if worse := [metric for metric, r in of.items() if r["last"] > 1.1]:
             reasons.append(f"Worse than linear by {case_} ({', '.join(worse)}): {WHY.get(case_, 'why is not known')}.")
-    header = ("what grows", "sizes", *(metric.replace("_", " ") for metric in dict.fromkeys(m for _, m in mine)))
+    header = ("what grows", "sizes", *(metric.replace("_", " ") for metric in metrics))
     base = next(iter(mine.values()))["base"]
     said = f"Exponents of all sizes, in brackets of the two largest; the others are at {base}.\n\n"
     return said + table(header, lines) + "".join(f"\n{reason}\n" for reason in reasons)

@@ -128,7 +128,10 @@ def cost() -> str:
     lines = []
     for (grows, metric), row in newest.items():
         said, unit = _COSTS[metric]
-        ends = (f"{row['measured'][place] / unit:.3g}" for place in (0, -1))
+        ends = (
+            f"{x / unit:,.0f}" if x / unit >= 1000 else f"{x / unit:.3g}"
+            for x in (row["measured"][0], row["measured"][-1])
+        )
         sizes = f"{row['sizes'][0]:,} to {row['sizes'][-1]:,}"
         lines.append([grows, sizes, said, " to ".join(ends), f"{row['value']:.2f}", f"{row['last']:.2f}"])
     return table(("what grows", "from, to", "of", "measured", "exponent", "of the two largest"), lines)
