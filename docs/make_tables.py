@@ -128,10 +128,8 @@ def cost() -> str:
     lines = []
     for (grows, metric), row in newest.items():
         said, unit = _COSTS[metric]
-        ends = (
-            f"{x / unit:,.0f}" if x / unit >= 1000 else f"{x / unit:.3g}"
-            for x in (row["measured"][0], row["measured"][-1])
-        )
+        measured = (row["measured"][place] / unit for place in (0, -1))
+        ends = (f"{x:,.0f}" if x >= 1000 else f"{x:.3g}" for x in measured)
         sizes = f"{row['sizes'][0]:,} to {row['sizes'][-1]:,}"
         lines.append([grows, sizes, said, " to ".join(ends), f"{row['value']:.2f}", f"{row['last']:.2f}"])
     return table(("what grows", "from, to", "of", "measured", "exponent", "of the two largest"), lines)
