@@ -152,7 +152,7 @@ def cost(rows: Sequence[Row]) -> str:
     for case_ in dict.fromkeys(case_ for case_, _ in mine):
         of = {metric: r for (which, metric), r in mine.items() if which == case_}
         lines.append([case_, ", ".join(f"{x:,.0f}" for x in next(iter(of.values()))["sizes"]),
-                      *(f"{of[m]['value']:.2f} ({of[m]['last']:.2f})" if m in of else "" for m in metrics)])  # fmt: skip
+                      *(f"{r['value']:.2f} ({r['last']:.2f})" if (r := of.get(m)) else "" for m in metrics)])  # fmt: skip
         if worse := [metric for metric, r in of.items() if r["last"] > 1.1]:
             reasons.append(f"Worse than linear by {case_} ({', '.join(worse)}): {WHY.get(case_, 'why is not known')}.")
     header = ("what grows", "sizes", *(metric.replace("_", " ") for metric in metrics))
