@@ -151,8 +151,9 @@ def cost(rows: Sequence[Row]) -> str:
     lines, reasons, metrics = [], [], list(dict.fromkeys(metric for _, metric in mine))
     for case_ in dict.fromkeys(case_ for case_, _ in mine):
         of = {metric: r for (which, metric), r in mine.items() if which == case_}
-        lines.append([case_, ", ".join(f"{x:,.0f}" for x in next(iter(of.values()))["sizes"]),
-                      *(f"{r['value']:.2f} ({r['last']:.2f})" if (r := of.get(m)) else "" for m in metrics)])  # fmt: skip
+        sizes = ", ".join(f"{x:,.0f}" for x in next(iter(of.values()))["sizes"])
+        exponents = (f"{r['value']:.2f} ({r['last']:.2f})" if (r := of.get(m)) else "" for m in metrics)
+        lines.append([case_, sizes, *exponents])
         if worse := [metric for metric, r in of.items() if r["last"] > 1.1]:
             reasons.append(f"Worse than linear by {case_} ({', '.join(worse)}): {WHY.get(case_, 'why is not known')}.")
     header = ("what grows", "sizes", *(metric.replace("_", " ") for metric in metrics))
