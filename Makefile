@@ -127,6 +127,7 @@ bench-native: $(STAMP)
 	$(BIN)/mantissa precision bf16
 	$(BIN)/python benchmarks/run.py simulated_step --threads 1
 	$(BIN)/python benchmarks/run.py native_bf16
+	$(BIN)/python benchmarks/run.py decode_formats
 	$(BIN)/python benchmarks/run.py native_beside $(if $(wildcard .venv-vllm/.installed),--vllm .venv-vllm/bin/python) \
 		$(if $(wildcard .venv-llama/.installed),--llama .venv-llama/bin/python)
 	$(BIN)/python benchmarks/run.py native_limit

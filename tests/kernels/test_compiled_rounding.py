@@ -73,6 +73,13 @@ def test_what_it_does_not_serve_is_rounded_as_ever() -> None:
         assert torch.equal(compiled.rounded_(given.clone(), fmt), round_to_format(given, fmt))
 
 
+def test_what_is_differentiated_keeps_its_graph() -> None:
+    x = torch.randn(8, requires_grad=True)
+    for made in (compiled.rounded(x * 1, BF16), compiled.rounded_(x * 1, BF16)):
+        assert torch.equal(made, round_to_format(x, BF16))
+        assert torch.equal(torch.autograd.grad(made.sum(), x)[0], torch.ones(8))
+
+
 @pytest.mark.parametrize("fmt", [BF16, FP16, DIAL["e5m4"]])
 def test_a_weight_s_gradient_is_rounded_as_by_casts(fmt: NumberFormat) -> None:
     kernels, master = SimulatedKernels(fmt), torch.randn(64, 48, requires_grad=True)

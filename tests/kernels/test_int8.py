@@ -119,6 +119,15 @@ def test_a_laid_out_weight_gives_the_same_bits(dtype: torch.dtype, threads: int,
 
 @laid
 @exact
+def test_a_laid_out_weight_reads_any_dtype_as_its_values() -> None:
+    plain, x = BlockScaled(*int8_codes(random(64, 128))), random(5, 128, seed=1)
+    weight = BlockScaled(compiled.lay_codes(plain.codes), plain.scales)
+    for dtype in (torch.float16, torch.float64):
+        assert torch.equal(cpu.int8(x.to(dtype), weight), cpu.int8(x.to(dtype).float(), plain))
+
+
+@laid
+@exact
 def test_a_laid_out_sum_that_nearly_leaves_32_bits_is_exact() -> None:
     codes = torch.full((64, (1 << 17) - 4), -128, dtype=torch.int8)
     plain = BlockScaled(codes, torch.ones(64, 1))

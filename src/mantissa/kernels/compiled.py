@@ -7,7 +7,7 @@ in bf16, and widen them as they are read, which is exact: a simulated half reads
 
 Each output is one fp32 sum over the inputs in order, so it does not depend on how many rows or threads there are.
 Attention in one call computes each query's row by itself, in one order of its own: no mask, no rows beside it. int8's
-product and roundings have the bits of the Python that they stand for, so no table has to say which of the two ran.
+product and roundings have the bits of the Python that they stand for: which of the two ran is a matter of time alone.
 
 The library is built once a machine, in three seconds, and kept in the user's cache folder; a folder that others may
 write to is not used. ``cpu.py`` measures where it is the faster one, and a run's table of products says so.
@@ -50,6 +50,7 @@ _FOLDER = Path(__file__).parent
 _SOURCES = tuple(_FOLDER / f"{name}.c" for name in ("products", "attention", "rows", "rounding"))
 _HEADER = _FOLDER / "vectors.h"
 _COMPILERS = ("gcc", "cc", "clang")
+_READ = (torch.float32, torch.bfloat16)  # what the sources read: of four bytes, and of two
 _FORMATS = (FP32, BF16, FP16)  # in the order of the sources' enum
 _SECONDS = 60.0  # that a compiler may take: it takes three
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -113,7 +114,8 @@ class Laid(Tensor):
     ) -> Tensor:
         """Q(x) @ codes^T times the scales of both, + bias: ``cpu.int8`` in the same bits, rounded once to ``dtype``."""
         features, inputs = self.shape
-        x_NE, rows = x_NE.contiguous(), x_NE.numel() // inputs
+        x_NE = (x_NE if x_NE.dtype in _READ else x_NE.float()).contiguous()
+        rows = x_NE.numel() // inputs
         codes_NE, row_scales_N = torch.empty(rows, inputs, dtype=torch.uint8), torch.empty(rows)
         if library().mantissa_codes(
             x_NE.element_size(), x_NE.data_ptr(), codes_NE.data_ptr(), row_scales_N.data_ptr(), rows, inputs
@@ -252,7 +254,8 @@ def rounded_(x: Tensor, fmt: NumberFormat) -> Tensor:
 
 def _in_one_pass(x: Tensor, fmt: NumberFormat) -> bool:
     plain = type(x) is Tensor and x.dtype is torch.float32 and x.device.type == "cpu" and x.is_contiguous()
-    return plain and (fmt is BF16 or fmt is FP16) and built()[0] is not None
+    differentiable = x.requires_grad and torch.is_grad_enabled()  # which a pass over the memory is not
+    return plain and not differentiable and (fmt is BF16 or fmt is FP16) and built()[0] is not None
 
 
 def _round(x: Tensor, out: Tensor, fmt: NumberFormat) -> None:
@@ -268,7 +271,7 @@ def scaled(x_NE: Tensor, scheme: str) -> Tensor | None:
 
     ``x``: fp32, or bf16 where bf16 holds the values too. Its shape and dtype. Not differentiable.
     """
-    known = x_NE.dtype in (torch.float32, torch.bfloat16) and x_NE.device.type == "cpu"
+    known = x_NE.dtype in _READ and x_NE.device.type == "cpu"
     if not known or type(x_NE) is not Tensor or built()[0] is None:
         return None
     x_NE, width = x_NE if x_NE.is_contiguous() else x_NE.contiguous(), x_NE.shape[-1]

@@ -4,7 +4,7 @@ fp32 operation, those of the Python that defines it (precision/formats.py, schem
 #include <stdlib.h>
 #include "vectors.h"
 
-/* What threads share of one call: spans of `step` values each, of which `taken` were begun. */
+/* What threads share of one call: values `SPAN` at a time, of which `taken` were begun. */
 struct halves {
   const float *from;
   float *to;
