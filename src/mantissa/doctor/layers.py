@@ -212,9 +212,7 @@ class _OfDecoder(_Sides):
         """The embedding and each layer as functions of the stream before, as ``side`` computes them."""
         kernels, how = self.kernels[side], self.sides[side]
         positions_1T = torch.arange(batch.tokens_BT.shape[1], device=self.scores.device).unsqueeze(0)
-        angles = positions_1T.unsqueeze(-1).float() * self.decoder.config.rotary_frequencies(self.scores.device)
-        angles = torch.cat((angles, angles), dim=-1)
-        cos, sin, attend = angles.cos(), angles.sin(), attention(kernels, how)
+        (cos, sin), attend = self.decoder.config.rotary_angles(positions_1T), attention(kernels, how)
 
         def embed(_: _Stream | None) -> _Stream:
             with self.scores.weights_of(how, "model.embed_tokens."):

@@ -43,20 +43,21 @@ Part = Kind | Literal["attention", "rows", "int8"]  # of the library, each used 
 KINDS: tuple[Kind, ...] = ("fp32", "bf16", "fp16", "pairs")  # in the order of the source's enum
 PARTS: tuple[Part, ...] = (*KINDS, "attention", "rows", "int8")
 FP8, FP8_BY_POWER_OF_TWO = "fp8", "fp8 by a power of two"
-_SCALED = (FP8, FP8_BY_POWER_OF_TWO, "mxfp8", "mxfp4", "nvfp4", "int8")  # in the order of the source's enum
+SCALED = (FP8, FP8_BY_POWER_OF_TWO, "mxfp8", "mxfp4", "nvfp4", "int8")  # in the order of the source's enum
 _HELD = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "pairs": torch.bfloat16}
 _GROUP: dict[str, int] = {"pairs": 2, "int8": 4}  # inputs that are multiplied at a time
 _FOLDER = Path(__file__).parent
-_SOURCES = tuple(_FOLDER / f"{name}.c" for name in ("products", "attention", "rows", "rounding"))
+_SOURCES = tuple(_FOLDER / f"{name}.c" for name in ("products", "attention", "rows", "rounding", "step"))
 _HEADER = _FOLDER / "vectors.h"
 _COMPILERS = ("gcc", "cc", "clang")
 _READ = (torch.float32, torch.bfloat16)  # what the sources read: of four bytes, and of two
-_FORMATS = (FP32, BF16, FP16)  # in the order of the sources' enum
+FORMATS = (FP32, BF16, FP16)  # in the order of the sources' enum
 _SECONDS = 60.0  # that a compiler may take: it takes three
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _MORE = {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"}
-_SHARED = 1 << 16  # multiplications from which threads share a product: waking them takes microseconds
+LINE = 64  # bytes of a line of the cache
+SHARED = 1 << 16  # multiplications from which threads share a product: waking them takes microseconds
 
 
 class Laid(Tensor):
@@ -101,11 +102,11 @@ class Laid(Tensor):
         rows = x_NE.numel() // inputs
         bias = None if bias_F is None else bias_F.float().contiguous()
         rounded = torch.empty_like(out_NF, dtype=dtype) if dtype is not torch.float32 else None
-        threads = torch.get_num_threads() if rows * features * inputs >= _SHARED else 1
+        threads = torch.get_num_threads() if rows * features * inputs >= SHARED else 1
         library().mantissa_product(
             KINDS.index(self.kind), self.held.data_ptr(), x_NE.data_ptr(), out_NF.data_ptr(),
             None if bias is None else bias.data_ptr(), None if rounded is None else rounded.data_ptr(),
-            rows, inputs, features, threads, _team() if threads > 1 else None,
+            rows, inputs, features, threads, team() if threads > 1 else None,
         )  # fmt: skip
         return out_NF if rounded is None else rounded
 
@@ -124,12 +125,12 @@ class Laid(Tensor):
         out_NF, scales_F = torch.empty(*x_NE.shape[:-1], features), scales_F.contiguous()
         bias = None if bias_F is None else bias_F.float().contiguous()
         rounded = torch.empty_like(out_NF, dtype=dtype) if dtype is not torch.float32 else None
-        threads = torch.get_num_threads() if rows * features * inputs >= _SHARED else 1
+        threads = torch.get_num_threads() if rows * features * inputs >= SHARED else 1
         library().mantissa_integers(
             self.held.data_ptr(), codes_NE.data_ptr(), out_NF.data_ptr(), scales_F.data_ptr(),
             row_scales_N.data_ptr(), None if bias is None else bias.data_ptr(),
             None if rounded is None else rounded.data_ptr(), rows, inputs, features, threads,
-            _team() if threads > 1 else None,
+            team() if threads > 1 else None,
         )  # fmt: skip
         return out_NF if rounded is None else rounded
 
@@ -159,7 +160,7 @@ def fits(shape: Sequence[int], kind: Kind | Literal["int8"]) -> bool:
 
 def computes(width: int, fmt: NumberFormat) -> bool:
     """Whether there is compiled code for rows of ``width`` values (attention: a head's) in this format."""
-    return built()[0] is not None and fmt in _FORMATS and width % library().mantissa_lanes() == 0
+    return built()[0] is not None and fmt in FORMATS and width % library().mantissa_lanes() == 0
 
 
 def attention(
@@ -176,11 +177,11 @@ def attention(
     seen_B = None if seen_B is None else seen_B.long().contiguous()
     out = torch.empty(q.shape, dtype=q.dtype)
     sizes = batch, kv_heads, heads // kv_heads, queries, keys, size, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
-    threads = torch.get_num_threads() if batch * heads * queries * keys * size >= _SHARED else 1
+    threads = torch.get_num_threads() if batch * heads * queries * keys * size >= SHARED else 1
     failed = library().mantissa_attention(
-        q.element_size(), _FORMATS.index(fmt), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
+        q.element_size(), FORMATS.index(fmt), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
         None if seen_B is None else seen_B.data_ptr(), (ctypes.c_long * 15)(*sizes), size**-0.5,
-        threads, _team() if threads > 1 else None,
+        threads, team() if threads > 1 else None,
     )  # fmt: skip
     if failed:
         raise MemoryError(f"attention over {keys} keys")
@@ -195,7 +196,7 @@ def norm(
     added_NE = None if added_NE is None else added_NE.contiguous()
     out_NE, total_NE = torch.empty_like(x_NE), x_NE if added_NE is None else torch.empty_like(x_NE)
     library().mantissa_norm(
-        x_NE.element_size(), _FORMATS.index(fmt), x_NE.data_ptr(), None if added_NE is None else added_NE.data_ptr(),
+        x_NE.element_size(), FORMATS.index(fmt), x_NE.data_ptr(), None if added_NE is None else added_NE.data_ptr(),
         weight_E.data_ptr(), total_NE.data_ptr(), out_NE.data_ptr(), rows, x_NE.shape[-1], eps,
     )  # fmt: skip
     return total_NE, out_NE
@@ -208,7 +209,7 @@ def swiglu(gate_NE: Tensor, up_NE: Tensor, fmt: NumberFormat) -> Tensor:
         gate_NE, up_NE = gate_NE.contiguous(), up_NE.contiguous()
     out_NE = torch.empty(gate_NE.shape, dtype=gate_NE.dtype)
     library().mantissa_swiglu(
-        gate_NE.element_size(), _FORMATS.index(fmt), gate_NE.data_ptr(), up_NE.data_ptr(), out_NE.data_ptr(), rows,
+        gate_NE.element_size(), FORMATS.index(fmt), gate_NE.data_ptr(), up_NE.data_ptr(), out_NE.data_ptr(), rows,
         width, gate_NE.stride(-2) if gate_NE.dim() > 1 else width,
     )  # fmt: skip
     return out_NE
@@ -229,7 +230,7 @@ def rotate(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, fmt: NumberFormat) 
     out_BHTD = torch.empty(x_BHTD.shape, dtype=x_BHTD.dtype)
     sizes = *x_BHTD.shape, *x_BHTD.stride()[:3], 0 if len(cos_BTD) == 1 else cos_BTD.stride(0)
     library().mantissa_rotate(
-        x_BHTD.element_size(), _FORMATS.index(fmt), x_BHTD.data_ptr(), cos_BTD.data_ptr(), sin_BTD.data_ptr(),
+        x_BHTD.element_size(), FORMATS.index(fmt), x_BHTD.data_ptr(), cos_BTD.data_ptr(), sin_BTD.data_ptr(),
         out_BHTD.data_ptr(), (ctypes.c_long * 8)(*sizes),
     )  # fmt: skip
     return out_BHTD
@@ -259,9 +260,9 @@ def _in_one_pass(x: Tensor, fmt: NumberFormat) -> bool:
 
 
 def _round(x: Tensor, out: Tensor, fmt: NumberFormat) -> None:
-    threads = torch.get_num_threads() if x.numel() >= _SHARED else 1
+    threads = torch.get_num_threads() if x.numel() >= SHARED else 1
     library().mantissa_round(
-        _FORMATS.index(fmt), x.data_ptr(), out.data_ptr(), x.numel(), threads, _team() if threads > 1 else None
+        FORMATS.index(fmt), x.data_ptr(), out.data_ptr(), x.numel(), threads, team() if threads > 1 else None
     )
 
 
@@ -276,10 +277,10 @@ def scaled(x_NE: Tensor, scheme: str) -> Tensor | None:
         return None
     x_NE, width = x_NE if x_NE.is_contiguous() else x_NE.contiguous(), x_NE.shape[-1]
     out_NE, rows = torch.empty_like(x_NE), x_NE.numel() // max(1, width)
-    threads = torch.get_num_threads() if x_NE.numel() >= _SHARED else 1
+    threads = torch.get_num_threads() if x_NE.numel() >= SHARED else 1
     failed = library().mantissa_scaled(
-        _SCALED.index(scheme), x_NE.element_size(), x_NE.data_ptr(), out_NE.data_ptr(), rows, width, threads,
-        _team() if threads > 1 else None,
+        SCALED.index(scheme), x_NE.element_size(), x_NE.data_ptr(), out_NE.data_ptr(), rows, width, threads,
+        team() if threads > 1 else None,
     )  # fmt: skip
     if failed:
         raise MemoryError(f"a row of {width} values")
@@ -408,6 +409,9 @@ def _opened(path: Path) -> Any:
     library.mantissa_codes.argtypes = [number, *[pointer] * 3, *[size] * 2]
     library.mantissa_integers.argtypes = [*[pointer] * 7, *[size] * 3, number, pointer]
     library.mantissa_scaled.argtypes = [*[number] * 2, *[pointer] * 2, *[size] * 2, number, pointer]
+    library.mantissa_step.argtypes = [pointer, pointer]
+    library.mantissa_room.argtypes = [pointer, size]
+    library.mantissa_room.restype = size
     library.mantissa_lay.argtypes = [number, pointer, pointer, size, size, number, number]
     nothing = "product", "lay", "norm", "swiglu", "rotate", "round", "integers"  # is what these return
     for name in nothing:
@@ -416,7 +420,7 @@ def _opened(path: Path) -> Any:
 
 
 @functools.cache
-def _team() -> int | None:
+def team() -> int | None:
     """Where torch's own threads are called (``GOMP_parallel``), so that none stand beside them; None: not found."""
     try:
         maps = Path("/proc/self/maps").read_text().splitlines()

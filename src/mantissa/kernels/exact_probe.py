@@ -116,9 +116,9 @@ def plan_exact(
         length = -(-shapes.length // BLOCK) * BLOCK  # attention rounds a number of keys up to a block at most
         plan = ExactPlan(products[False], attention, products[True], "", proven, length)
         wide_plan = dataclasses.replace(plan, attention=dataclasses.replace(attention, bf16=False))
-        checked = _check_rest(shapes, ExactKernels(FP32, wide_plan), role, generator)
+        checked = _check_rest(shapes, ExactKernels(FP32, wide_plan, table=table), role, generator)
         if own:  # whose operations begin with fp32's, and round
-            _check_rows(ExactBf16Kernels(plan), shapes, [], role, generator)
+            _check_rows(ExactBf16Kernels(plan, table=table), shapes, [], role, generator)
     numbers, seconds = " and ".join(map(str, proven)), time.perf_counter() - started
     checked = f"row-invariant too: {checked}; {numbers} threads; probed in {seconds:.1f} s"
     return dataclasses.replace(plan, checked=checked)

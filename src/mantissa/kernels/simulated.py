@@ -64,14 +64,22 @@ def weight_values(master_FE: Tensor, fp8: Fp8Policy) -> Tensor:
     return round_in_blocks(master_FE, E4M3, SQUARE, fp8.power_of_two)
 
 
+def activation_scheme(fp8: Fp8Policy) -> str | None:
+    """What ``compiled.scaled`` knows the activations' grid by; None where they stay as they are."""
+    if isinstance(fp8, Quantized):
+        return fp8.scheme if SCHEMES[fp8.scheme].activations else None
+    return FP8_BY_POWER_OF_TWO if fp8.power_of_two else FP8
+
+
 def activation_values(x_NE: Tensor, fp8: Fp8Policy) -> Tensor:
     """The values of an activation as an operand of the forward product: fp32, or bf16 where that holds them."""
+    scheme = activation_scheme(fp8)
+    values_NE = x_NE if scheme is None else compiled.scaled(x_NE, scheme)
+    if values_NE is not None:
+        return values_NE
     if isinstance(fp8, Quantized):
-        scheme = SCHEMES[fp8.scheme]
-        values_NE = compiled.scaled(x_NE, fp8.scheme) if scheme.activations else x_NE
-        return scheme.activation(x_NE).to(x_NE.dtype) if values_NE is None else values_NE
-    values_NE = compiled.scaled(x_NE, FP8_BY_POWER_OF_TWO if fp8.power_of_two else FP8)
-    return round_in_blocks(x_NE, E4M3, ALONG_ROWS, fp8.power_of_two).to(x_NE.dtype) if values_NE is None else values_NE
+        return SCHEMES[fp8.scheme].activation(x_NE).to(x_NE.dtype)
+    return round_in_blocks(x_NE, E4M3, ALONG_ROWS, fp8.power_of_two).to(x_NE.dtype)
 
 
 class _Nowhere:

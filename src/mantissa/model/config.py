@@ -188,6 +188,12 @@ class ModelConfig:
         blend = ((scaling.original_context / wavelengths - low) / (high - low)).clamp(0, 1)
         return blend * frequencies + (1 - blend) * frequencies / scaling.factor
 
+    def rotary_angles(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine by which ``positions_N`` (int64, any shape) turn a head's features. fp32, shape N,D."""
+        angles_Nd = positions_N.unsqueeze(-1).float() * self.rotary_frequencies(positions_N.device)
+        angles_ND = torch.cat((angles_Nd, angles_Nd), dim=-1)
+        return angles_ND.cos(), angles_ND.sin()
+
 
 class FreshModelConfig(Config):
     """The shape of a policy that starts from random weights. Its vocabulary comes from the tokenizer it is given.

@@ -302,9 +302,7 @@ class Decoder(nn.Module):
 
         ``route``: how positions (in the order of B,T) choose experts, where the model has some; None: as it does.
         """
-        angles_BTd = positions_BT.unsqueeze(-1).float() * self.config.rotary_frequencies(tokens_BT.device)
-        angles_BTD = torch.cat((angles_BTd, angles_BTd), dim=-1)
-        cos, sin = angles_BTD.cos(), angles_BTD.sin()
+        cos, sin = self.config.rotary_angles(positions_BT)
         x_BTE = kernels.embedding(tokens_BT, self.model.embed_tokens.weight)
         if self.padding_row is not None and x_BTE.requires_grad:
             x_BTE = torch.where((tokens_BT == self.padding_row).unsqueeze(-1), x_BTE.detach(), x_BTE)

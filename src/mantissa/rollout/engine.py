@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from mantissa.base.errors import MantissaError, nearest
 from mantissa.kernels import Kernels, Planned, Traced
-from mantissa.kernels.compiled import is_laid
+from mantissa.kernels.compiled import Laid, is_laid
 from mantissa.kernels.cpu import joinable
 from mantissa.model import ModelConfig
 from mantissa.model.decoder import MLP, Attention, Decoder, Joined, Projection
@@ -37,6 +37,7 @@ from mantissa.rollout.sampling import (
     probabilities,
     request_keys,
 )
+from mantissa.rollout.step import Step, compiled_step
 from mantissa.rollout.support import MostProbable, Support
 
 T = TypeVar("T")
@@ -468,6 +469,7 @@ class NativeEngine:
         self._copies = CopiedPolicy(config, kernels, self.device, "sync", pack=True)
         self.model = self._copies.decoder
         self._version = -1
+        self._step: Step | None = None
         self._cache = KVCache(config, slots, kernels.dtype, self.device)
 
     @property
@@ -503,6 +505,8 @@ class NativeEngine:
             raise ValueError(f"policy version {version}: expected 0 or more")
         self._version = -1  # from here on the engine refuses to generate, until every check has passed
         self._copies.take(weights)
+        laid = any(isinstance(parameter, Laid) for parameter in self.model.parameters())
+        self._step = compiled_step(self.model, self.kernels, self.kv_format) if laid else None
         self._version = version
         self.calls.clear()
 
@@ -546,7 +550,8 @@ class NativeEngine:
     ) -> list[list[Completion]]:
         self._cache.restart()
         setup = (self.model, kernels, self.kv_format, self._cache, requests, params, self._version, self._decode_text)
-        generation = Generation(*setup, watched, forced, self.expert_weights, self.interrupted)
+        step = self._step if kernels is self.kernels else None  # one that is traced notes each operation
+        generation = Generation(*setup, watched, forced, self.expert_weights, self.interrupted, step)
         try:
             with torch.no_grad():
                 return generation.run()

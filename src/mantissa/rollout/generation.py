@@ -48,6 +48,7 @@ from mantissa.rollout.sampling import (
     sample,
     uniforms,
 )
+from mantissa.rollout.step import Step
 from mantissa.rollout.support import MostProbable, Support, encode, most_probable
 
 BUCKET = 16
@@ -120,6 +121,7 @@ class KVCache:
         """Make the views of the blocks as they are packed now."""
         self._views_NKSD = [self._view(flat) for flat in self._flat]
         self._vectors_nD = [view.view(-1, self._size) for view in self._views_NKSD]
+        self.pointers = [flat.data_ptr() for flat in self._flat]  # of keys and values, layer by layer
         self._used_BKSD: list[Tensor] = []  # the rows in use, as of the last ``append``
 
     def _view(self, flat: Tensor) -> Tensor:
@@ -211,6 +213,7 @@ class Generation:
     ``forced``: for each job the tokens that it has to take, whatever is drawn; None where it may draw.
     ``expert_weights``: note the weights of the experts too.
     ``interrupted``: asked before every step; once it says so, what is not finished ends as it is.
+    ``step``: a decode step of ``model`` by ``kernels`` as one call; None: operation by operation.
     """
 
     model: Decoder
@@ -225,6 +228,7 @@ class Generation:
     forced: Sequence[Sequence[int] | None] | None = None
     expert_weights: bool = False
     interrupted: Callable[[], bool] = lambda: False
+    step: Step | None = None
 
     def __post_init__(self) -> None:
         self.slots, self.device = self.cache.slots, self.cache.device
@@ -297,12 +301,17 @@ class Generation:
             return self.kernels.cached_attention(q.squeeze(2), keys, values, lengths_B).unsqueeze(2)
 
         self._watch(self._job_S[:rows], lambda slot: _token_in(slot, int(self._length_S[slot])))
-        tokens_B1, positions_B1 = state_4B[_TOKEN].unsqueeze(1), state_4B[_POSITION].unsqueeze(1)
-        hidden_B1E = self.model.hidden(tokens_B1, self.kernels, positions_B1, attend, self._route)
+        if self.step is not None:
+            given = state_4B[_TOKEN], state_4B[_POSITION], lengths_B
+            hidden_BE = self.step(*given, self.cache.pointers, self.cache.length)
+        else:
+            tokens_B1, positions_B1 = state_4B[_TOKEN].unsqueeze(1), state_4B[_POSITION].unsqueeze(1)
+            hidden_B1E = self.model.hidden(tokens_B1, self.kernels, positions_B1, attend, self._route)
+            hidden_BE = hidden_B1E.squeeze(1)
         if self._route is not None:
             for slot, route in enumerate(_split(self._route.take(), [1] * rows)):
                 self._routes_S[slot].append(route)
-        logits_BV = self.model.logits(hidden_B1E.squeeze(1), self.kernels)
+        logits_BV = self.model.logits(hidden_BE, self.kernels)
         self._length_S[:rows] += 1
         u_B, forced_B = (
             uniforms(state_4B[_KEY], state_4B[_COUNT]),

@@ -17,14 +17,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from mantissa.kernels import compiled
 from mantissa.kernels.compiled import Laid, is_laid
 from mantissa.kernels.cpu import CpuProducts
 from mantissa.kernels.exact.kernels import PART, ExactAttention, Planned, cached, laid, product
 from mantissa.kernels.exact.plan import ExactPlan
 from mantissa.kernels.native import NativeKernels
-from mantissa.kernels.simulated import ProductOf, inverse_rms, norm_gradients
+from mantissa.kernels.simulated import Operation, ProductOf, inverse_rms, norm_gradients
 from mantissa.precision import BF16, FP32, BlockScaled, NumberFormat, round_to_format
 
 
@@ -85,12 +87,14 @@ class ExactBf16Kernels(Planned, NativeKernels):
         self.plan.check_threads(torch.get_num_threads())
         return product(x_NE.float(), _dense(weight_VE, torch.float32), self.plan.product(weight_VE.shape))
 
+    def by_rows(self, x_NE: Tensor, width: int = 0) -> bool:
+        return self.copies and self.in_order(x_NE, width)
+
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        weight_E = self.weight(weight_E)
-        return _RMSNorm.apply(x_NE, weight_E, eps) if torch.is_grad_enabled() else _normed(x_NE, eps)[0] * weight_E
+        return _RMSNorm.of(x_NE, self.weight(weight_E), eps, self)
 
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
-        return _SwiGLU.apply(gate_NE, up_NE) if torch.is_grad_enabled() else _silu(gate_NE).mul_(up_NE)
+        return _SwiGLU.of(gate_NE, up_NE, self)
 
     def sigmoid(self, x_NE: Tensor) -> Tensor:
         return _Sigmoid.apply(x_NE)
@@ -122,34 +126,43 @@ def _normed(x_NE: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return x.mul_(scale).bfloat16(), scale
 
 
-class _RMSNorm(torch.autograd.Function):
-    """As ``simulated.RMSNorm``: y = round(w * n), n and s as ``_normed`` gives them."""
+class _RMSNorm(Operation):
+    """As ``simulated.RMSNorm``: y = round(w * n), n and s by ``_normed``, or compiled where a rollout's is."""
 
     @staticmethod
-    def forward(ctx: Any, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x_NE: Tensor, weight_E: Tensor, eps: float, kernels: Planned) -> Tensor:
+        if kernels.in_order(x_NE):
+            ctx.save_for_backward(x_NE, weight_E)
+            ctx.eps = eps
+            return compiled.norm(x_NE, weight_E, eps, BF16)[1]
         normed, scale = _normed(x_NE, eps)
         ctx.save_for_backward(x_NE, weight_E, scale)
         return normed * weight_E
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x_NE, weight_E, scale = ctx.saved_tensors
-        return *norm_gradients(ctx, grads[0], x_NE, weight_E, scale, Tensor.bfloat16), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_NE, weight_E, *scale = ctx.saved_tensors
+        scale_N1 = scale[0] if scale else inverse_rms(x_NE, ctx.eps)
+        return *norm_gradients(ctx, grads[0], x_NE, weight_E, scale_N1, Tensor.bfloat16), None, None
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLU(Operation):
     """y = round(silu(g)) * u, silu(g) = g / (1 + exp(-g)) in fp32: ``ExactKernels`` says why not torch's own."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: Planned) -> Tensor:
+        if kernels.in_order(gate):
+            ctx.save_for_backward(gate, up)
+            return compiled.swiglu(gate, up, BF16)
         silu = _silu(gate)
         ctx.save_for_backward(gate, up, silu)
         return silu * up
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up, silu = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grads[0] * up, gate), grads[0] * silu
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, *silu = ctx.saved_tensors
+        rounded = silu[0] if silu else F.silu(gate)
+        return torch.ops.aten.silu_backward(grads[0] * up, gate), grads[0] * rounded, None
 
 
 def _silu(gate: Tensor) -> Tensor:

@@ -28,17 +28,20 @@ import torch
 from torch import Tensor
 
 from mantissa.kernels import compiled, cpu
-from mantissa.kernels.compiled import Kind, Laid, rounded_
+from mantissa.kernels.compiled import Kind, Laid, rounded, rounded_
 from mantissa.kernels.cpu import Products
 from mantissa.kernels.exact.plan import AttentionChoice, Choice, ExactPlan, pieces
 from mantissa.kernels.simulated import (
     CausalAttention,
     Operation,
+    RMSNorm,
     SimulatedKernels,
     _fold,
     _Sigmoid,
     _SwiGLU,
+    inverse_rms,
     mask_beyond,
+    norm_gradients,
 )
 from mantissa.precision import FP32, Fp8Policy, NumberFormat, round_cached
 
@@ -49,10 +52,12 @@ class Planned:
     """Exact kernels on a CPU: what they compute a product or attention by is ``plan``'s choice."""
 
     plan: ExactPlan
+    products: Products
+    format: NumberFormat
 
-    def by_rows(self, x_NE: Tensor, width: int = 0) -> bool:
-        """Never: both policies compute rows by one function, which has a gradient."""
-        return False
+    def in_order(self, x_NE: Tensor, width: int = 0) -> bool:
+        """Whether compiled code computes rows like these, in both policies; to be asked where nothing is recorded."""
+        return self.plan.attention.way == "in order" and self.products.has("rows", x_NE, self.format, width)
 
 
 class ExactKernels(Planned, SimulatedKernels):
@@ -78,6 +83,9 @@ class ExactKernels(Planned, SimulatedKernels):
         self.plan = plan
         self.kv_format = kv_format or fmt
 
+    def by_rows(self, x_NE: Tensor, width: int = 0) -> bool:
+        return self.weights_on_grid and self.in_order(x_NE, width)
+
     def laid(self, copy: Tensor, layer: str = "") -> Tensor:
         return laid(copy, self.plan.products, self.kind_of(layer)) if self.weights_on_grid else copy
 
@@ -86,8 +94,11 @@ class ExactKernels(Planned, SimulatedKernels):
         out_NF = product(x_NE, weight_FE, self.plan.product(weight_FE.shape))
         return out_NF if bias_F is None else out_NF.add_(bias_F)
 
+    def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        return _ExactRMSNorm.of(x_NE, self.weight(weight_E), eps, self.format, self)
+
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
-        return _ExactSwiGLU.of(gate_NE, up_NE, self.format)
+        return _ExactSwiGLU.of(gate_NE, up_NE, self.format, self)
 
     def sigmoid(self, x_NE: Tensor) -> Tensor:
         return _Sigmoid.of(x_NE, self.format, lambda x: torch.neg(x).exp_().add_(1.0).reciprocal_())
@@ -102,13 +113,39 @@ class ExactKernels(Planned, SimulatedKernels):
         return cached(q_BHD, k_BKSD, v_BKSD, length_B, self.format, self.plan.attention, self._mask)
 
 
-class _ExactSwiGLU(_SwiGLU):
-    """The forward of ``_SwiGLU`` with x / (1 + exp(-x)) for silu; where exp(-x) is inf the result is -0, as it is."""
+class _ExactRMSNorm(RMSNorm):
+    """``RMSNorm``, compiled where a rollout's is; its backward then makes the scale, by torch's sum."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, fmt: NumberFormat) -> Tensor:
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, fmt: NumberFormat, kernels: Planned
+    ) -> Tensor:
+        if not kernels.in_order(x):
+            return RMSNorm.forward(ctx, x, weight, eps, fmt)
+        ctx.save_for_backward(x, weight)
+        ctx.fmt, ctx.eps = fmt, eps
+        return compiled.norm(x, weight, eps, fmt)[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, *scale = ctx.saved_tensors
+        scale_N1 = scale[0] if scale else inverse_rms(x, ctx.eps)
+        grad, fmt = rounded(grads[0], ctx.fmt), ctx.fmt
+        return *norm_gradients(ctx, grad, x, weight, scale_N1, lambda x: rounded_(x, fmt)), None, None, None
+
+
+class _ExactSwiGLU(_SwiGLU):
+    """The forward of ``_SwiGLU``, compiled where a rollout's is; else with x / (1 + exp(-x)) for silu: where exp(-x) is
+    inf the result is -0, as it is."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, gate: Tensor, up: Tensor, fmt: NumberFormat, kernels: Planned
+    ) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.fmt = fmt
+        if kernels.in_order(gate):
+            return compiled.swiglu(gate, up, fmt)
         if gate.numel() <= PART:
             return _swiglu(gate, up, torch.neg(gate), fmt)
         out = torch.empty(gate.shape, device=gate.device)
@@ -116,6 +153,10 @@ class _ExactSwiGLU(_SwiGLU):
         for gate_N, up_N, out_N in zip(*(x.reshape(-1).split(PART) for x in (gate, up, out)), strict=True):
             _swiglu(gate_N, up_N, torch.neg(gate_N, out=out_N), fmt)
         return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return *_SwiGLU.backward(ctx, *grads), None
 
 
 def _swiglu(gate: Tensor, up: Tensor, negated: Tensor, fmt: NumberFormat) -> Tensor:
