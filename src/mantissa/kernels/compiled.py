@@ -314,9 +314,9 @@ def library() -> Any:
 
 
 def _laid(values: Tensor, shape: Sequence[int], kind: str, back: bool = False) -> Tensor:
-    out = torch.empty(values.numel(), dtype=values.dtype)
-    sizes = shape[1], shape[0], _GROUP.get(kind, 1), int(back)
-    library().mantissa_lay(values.element_size(), values.data_ptr(), out.data_ptr(), *sizes)
+    out, group = torch.empty(values.numel(), dtype=values.dtype), _GROUP.get(kind, 1)
+    sizes = values.element_size() * group, values.data_ptr(), out.data_ptr(), shape[1] // group, shape[0]
+    library().mantissa_lay(*sizes, int(back))
     return out
 
 
@@ -412,7 +412,7 @@ def _opened(path: Path) -> Any:
     library.mantissa_step.argtypes = [pointer, pointer]
     library.mantissa_room.argtypes = [pointer, size]
     library.mantissa_room.restype = size
-    library.mantissa_lay.argtypes = [number, pointer, pointer, size, size, number, number]
+    library.mantissa_lay.argtypes = [number, pointer, pointer, size, size, number]
     nothing = "product", "lay", "norm", "swiglu", "rotate", "round", "integers"  # is what these return
     for name in nothing:
         getattr(library, f"mantissa_{name}").restype = None

@@ -187,25 +187,26 @@ void mantissa_integers(const void *weight, const void *x, float *y, const float 
   shared(&p, threads, team);
 }
 
-/* A weight of `size`-byte values in the layout above; `back`: the other way round. `group`: 2 for pairs, 4 for int8, else 1. */
-#define LAY(NAME, VALUE)                                                                                          \
-  static void NAME(const VALUE *from, VALUE *to, long in, long out, int group, int back) {                        \
+/* A weight in the layout above, of units of `size` bytes: a value, or those that are multiplied at a time; `back`: the
+other way round. Some outputs at a time, each line of the cache read and written once. */
+#define LAY(NAME, UNIT)                                                                                           \
+  static void NAME(const UNIT *from, UNIT *to, long in, long out, int back) {                                     \
     for (long f = 0; f < out; f += BLOCK)                                                                         \
-      for (long start = 0; start < in; start += LINE) /* lines of a cache, each read and written once */          \
-        for (int k = 0; k < BLOCK; k++)                                                                           \
-          for (long e = start; e < start + LINE && e < in; e++) {                                                 \
-            long plain = (f + k) * in + e, laid = f * in + (e - e % group) * BLOCK + k * group + e % group;       \
-            to[back ? plain : laid] = from[back ? laid : plain];                                                  \
-          }                                                                                                       \
+      for (long start = 0; start < in; start += LINE)                                                             \
+        for (long k = 0; k < BLOCK; k += LANES)                                                                   \
+          for (long e = start; e < start + LINE && e < in; e++)                                                   \
+            for (long j = k; j < k + LANES; j++) {                                                                \
+              long plain = (f + j) * in + e, laid = f * in + e * BLOCK + j;                                       \
+              if (back) to[plain] = from[laid];                                                                   \
+              else to[laid] = from[plain];                                                                        \
+            }                                                                                                     \
   }
-LAY(lay_1, uint8_t)
 LAY(lay_2, uint16_t)
 LAY(lay_4, uint32_t)
 
-void mantissa_lay(int size, const void *from, void *to, long in, long out, int group, int back) {
-  if (size == 1) lay_1(from, to, in, out, group, back);
-  else if (size == 2) lay_2(from, to, in, out, group, back);
-  else lay_4(from, to, in, out, group, back);
+void mantissa_lay(int size, const void *from, void *to, long in, long out, int back) {
+  if (size == 2) lay_2(from, to, in, out, back);
+  else lay_4(from, to, in, out, back);
 }
 
 int mantissa_block(void) { return BLOCK; }
