@@ -68,6 +68,7 @@ _WORTH = 0.95  # of torch's time: a way that gains less is not taken
 _SMALL_PRODUCT = 1 << 21  # multiplications from which an unmeasured product goes to oneDNN
 _ONEDNN = torch.backends.mkldnn.is_available()
 _SMALL_WEIGHT = 1 << 16
+_SMALL_LAID = 1 << 12  # of a compiled product: 512 rows by 128 x 128 in three quarters of torch's time
 _DECODED, _DECODED_ROWS = (1024, 4096), (1, 16, 64)  # a large weight, and rows decoded at a time
 _AS_IT_IS = nullcontext()
 _INT8_FEATURES = (1 << 17) - 1  # of 128 * 128 each: one more could make 2^31
@@ -111,17 +112,12 @@ class Products:
 
     def laid(self, copy_FE: Tensor, kind: Kind) -> Tensor:
         """A copy that does not train, with values of ``kind``, in the layout that its product reads fastest."""
-        if not packable(tuple(copy_FE.shape)) or copy_FE.device.type != "cpu":
+        if copy_FE.dim() != 2 or copy_FE.numel() < _SMALL_LAID or copy_FE.device.type != "cpu":
             return copy_FE
-        of = self.table or products()
-        if copy_FE.dtype is torch.int8:
-            laid = "int8" in of.compiled and compiled.fits(copy_FE.shape, "int8")
-            return compiled.lay_codes(copy_FE) if laid else copy_FE
-        return (
-            compiled.lay(copy_FE, kind)
-            if kind in of.compiled and compiled.fits(copy_FE.shape, kind)
-            else packed(copy_FE)
-        )
+        held: Kind | Literal["int8"] = "int8" if copy_FE.dtype is torch.int8 else kind
+        if held in (self.table or products()).compiled and compiled.fits(copy_FE.shape, held):
+            return compiled.lay_codes(copy_FE) if held == "int8" else compiled.lay(copy_FE, kind)
+        return copy_FE if held == "int8" else packed(copy_FE)
 
     def has(self, part: Part, x_NE: Tensor, fmt: NumberFormat, width: int = 0) -> bool:
         """Whether that compiled part was measured to be faster here, and computes rows like these."""
@@ -159,8 +155,8 @@ def packable(shape: tuple[int, ...]) -> bool:
 
 
 def joinable(weights_FE: Sequence[Tensor]) -> bool:
-    """Whether these weights of one input gain from being one product's: each would be ``packed``."""
-    return all(_lays_out(weight) for weight in weights_FE)
+    """Whether these weights of one input gain from being one product's: each would be laid out."""
+    return all(_lays_out(weight, _SMALL_LAID) for weight in weights_FE)
 
 
 def packed(weight_FE: Tensor) -> Tensor:
@@ -175,10 +171,10 @@ def _reordered(weight_FE: Tensor) -> Tensor:
     return layout
 
 
-def _lays_out(weight_FE: Tensor) -> bool:
+def _lays_out(weight_FE: Tensor, least: int = _SMALL_WEIGHT) -> bool:
     own = weight_FE.dtype is torch.bfloat16 and "bf16" in products().own  # else oneDNN may have no such product
     known = weight_FE.device.type == "cpu" and (weight_FE.dtype is torch.float32 or own)
-    return known and packable(tuple(weight_FE.shape))
+    return known and _ONEDNN and weight_FE.dim() == 2 and weight_FE.numel() >= least
 
 
 def multiply(way: str, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None = None) -> Tensor:

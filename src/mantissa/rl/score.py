@@ -51,7 +51,7 @@ from mantissa.rollout.support import Support, truncated
 from mantissa.rollout.transformers import CopiedTransformers, TransformersPolicy, logprob_on
 from mantissa.training import load_weights
 
-_LOGITS_AT_ONCE = 1 << 25  # 128 MiB of fp32
+_LOGITS_AT_ONCE = 1 << 26  # 256 MiB of fp32; beyond, each part is computed once more in the backward
 _ENTROPY_AT_ONCE = 1 << 21  # values: what a cache holds
 
 Entropies = bool | Literal["differentiable"]
