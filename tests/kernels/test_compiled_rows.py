@@ -74,7 +74,7 @@ def test_what_is_not_finite_or_large_stays_so() -> None:
 
 
 @torch.no_grad()
-def test_a_policy_that_trains_an_exact_one_and_other_widths_have_their_own_way() -> None:
+def test_a_policy_that_trains_and_other_widths_have_their_own_way_and_an_exact_one_as_planned() -> None:
     table = replace(cpu.products(), compiled=compiled.parts())
     row = torch.ones(2, 64)
     copies = NativeKernels(FP32, table=table, copies=True)
@@ -83,7 +83,9 @@ def test_a_policy_that_trains_an_exact_one_and_other_widths_have_their_own_way()
     assert not NativeKernels(FP32, table=table).by_rows(row)
     assert not SimulatedKernels(FP16, table=table).by_rows(row)
     assert not NativeKernels(FP32, table=replace(table, compiled=("fp32",)), copies=True).by_rows(row)
-    plan = ExactPlan({}, AttentionChoice("in order"))
-    assert not ExactKernels(FP32, plan, weights_on_grid=True, table=table).by_rows(row)
+    for way in ("in order", "tiles"):
+        plan = ExactPlan({}, AttentionChoice(way))
+        assert ExactKernels(FP32, plan, weights_on_grid=True, table=table).by_rows(row) == (way == "in order")
+        assert not ExactKernels(FP32, plan, table=table).by_rows(row)
     with torch.enable_grad():
         assert not copies.by_rows(row)

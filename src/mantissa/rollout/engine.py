@@ -551,6 +551,7 @@ class NativeEngine:
         self._cache.restart()
         setup = (self.model, kernels, self.kv_format, self._cache, requests, params, self._version, self._decode_text)
         step = self._step if kernels is self.kernels else None  # one that is traced notes each operation
+        step = step if step is not None and step.holds else None
         generation = Generation(*setup, watched, forced, self.expert_weights, self.interrupted, step)
         try:
             with torch.no_grad():

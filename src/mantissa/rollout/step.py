@@ -66,6 +66,7 @@ class Step:
 
     def __init__(self, decoder: Decoder, kernels: NativeKernels | SimulatedKernels) -> None:
         self._kernels, self._dtype = kernels, kernels.dtype
+        self._plan = kernels.plan if isinstance(kernels, Planned) else None
         self._kept: list[Tensor] = []  # what the tables below point to
         config = self._config = decoder.config
         self._embedding = decoder.model.embed_tokens.weight
@@ -91,9 +92,9 @@ class Step:
         x_BE = self._kernels.embedding(tokens_B, self._embedding).contiguous()  # becomes the residual stream
         positions_B, seen_B = positions_B.contiguous(), seen_B.contiguous()
         rows, at, threads = len(x_BE), ctypes.addressof(self._decoder), torch.get_num_threads()
-        if isinstance(self._kernels, Planned):
-            self._kernels.plan.check_threads(threads)
-            self._kernels.plan.check_length(length)
+        if self._plan is not None:
+            self._plan.check_threads(threads)
+            self._plan.check_length(length)
         needed = library().mantissa_room(at, rows) + compiled.LINE
         if len(self._room) < needed:
             self._room = torch.empty(needed, dtype=torch.uint8)
@@ -106,6 +107,11 @@ class Step:
         if library().mantissa_step(at, ctypes.addressof(step)):
             raise MemoryError(f"a decode step of {rows} rows")
         return out_BE
+
+    @property
+    def holds(self) -> bool:
+        """Whether the kernels compute as they did when it was made: exact ones may have been given another plan."""
+        return self._plan is None or (isinstance(self._kernels, Planned) and self._kernels.plan is self._plan)
 
     def _layer(self, layer: Layer) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
