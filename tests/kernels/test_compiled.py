@@ -236,3 +236,21 @@ def test_only_what_is_exact_and_faster_is_taken(monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr(compiled, "attention", lambda *given: attention(*given) * 1.001)
     found = cpu._compiled(cpu.has_bf16(), torch.Generator().manual_seed(0))
     assert found == (("fp32", "bf16", "attention", "rows") if right else ("bf16", "rows"))
+
+
+@pytest.mark.skipif("pairs" not in compiled.kinds(), reason="no products of bf16 pairs here")
+def test_a_learner_s_logits_are_the_rollout_s_of_equal_states() -> None:
+    table = replace(cpu.products(), compiled=compiled.parts())
+    x, weight = drawn("bf16", 7, 96).bfloat16(), drawn("fp32", 192, 96, seed=1)
+    copies = NativeKernels(BF16, table=table, copies=True)
+    copy = copies.copied(weight, "lm_head")
+    assert isinstance(copy, torch.Tensor)
+    with torch.no_grad():
+        expected = copies.logits(x, copies.laid(copy, "lm_head"))
+    learner, master = NativeKernels(BF16, table=table), weight.clone().requires_grad_()
+    logits = learner.logits(x, master)
+    assert logits.dtype is torch.float32
+    assert torch.equal(logits, expected)
+    logits.sum().backward()
+    assert master.grad is not None
+    torch.testing.assert_close(master.grad, x.float().sum(0).expand(192, 96), atol=0.1, rtol=1e-2)

@@ -6,8 +6,8 @@ uses torch's memory-efficient one, which wants as many key heads as query heads)
 
 On a CPU this family is fp32's, and bf16's where the processor multiplies it itself (``cpu.py``): products of
 bf16 tensors, summed in fp32 and rounded once; over it int8's, summed as integers (``cpu.int8``). Attention is
-our own (``simulated.py`` says why), and so are logits, an fp32 product of widened operands: no library on a CPU hands
-out the fp32 sum of a bf16 product, but bf16 logits, where those are asked for, are its own. fp16 is slow there.
+our own (``simulated.py`` says why), and so are logits, whose fp32 sum no library on a CPU hands out: compiled, or of
+widened operands; bf16 logits, where those are asked for, are a library's. fp16 is slow there.
 
 Every cast is on a line of its own. The two-line ``weight`` is all that mixed precision needs: the fp32 master is cast
 where it is used, and autograd casts the gradient back.
@@ -153,11 +153,17 @@ class NativeKernels:
     def _product_to_float(self, x_NE: Tensor, weight_VE: Tensor, _: Tensor | None) -> Tensor:
         """x @ w^T with half operands and an fp32 result.
 
-        Torch's ``mm`` with ``out_dtype=torch.float32`` (CUDA only) keeps the accumulator instead of rounding it. A CPU
-        has no such product; widening the operands gives the same products and the same fp32 sum.
+        Torch's ``mm`` with ``out_dtype=torch.float32`` (CUDA only) keeps the accumulator instead of rounding it, as
+        compiled products do. Else, on a CPU, widened operands have the same products, and their sum is fp32 too.
         """
         if x_NE.is_cuda:
             return torch.mm(x_NE, weight_VE.t(), out_dtype=torch.float32)
+        if (
+            self.products.has("pairs", x_NE, BF16)
+            and x_NE.dtype is BF16.dtype
+            and compiled.fits(weight_VE.shape, "pairs")
+        ):
+            return compiled.lay(weight_VE, "pairs").product(x_NE)
         return self.products.forward(x_NE.float(), weight_VE.float())
 
     def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
