@@ -49,7 +49,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.base.readers.json import parse_json
 from mantissa.kernels import compiled
 from mantissa.kernels.compiled import KINDS, PARTS, Kind, Laid, Part
-from mantissa.precision import FP32, BlockScaled, NumberFormat, int8_codes
+from mantissa.precision import FP32, BlockScaled, NumberFormat, formats, int8_codes
 
 Side = Literal["forward", "input", "weight", "heads"]
 Operands = Literal["fp32", "bf16"]  # what fp32 tensors hold: any values, or values on bf16's grid
@@ -99,6 +99,13 @@ class Products:
             return multiply(ONEDNN, x_NE, weight_FE, bias_F)
         way = self._way("forward", x_NE, x_NE.numel() // max(1, x_NE.shape[-1]), weight_FE.numel())
         return multiply(way, x_NE, weight_FE, bias_F)
+
+    def to_float(self, x_NE: Tensor, weight_FE: Tensor) -> Tensor:
+        """x @ weight^T of half tensors in fp32, unrounded: by compiled pairs of bf16, or of the widened operands."""
+        pairs = x_NE.dtype is torch.bfloat16 and self.has("pairs", x_NE, formats.BF16)
+        if pairs and compiled.fits(weight_FE.shape, "pairs"):
+            return compiled.lay(weight_FE, "pairs").product(x_NE)
+        return self.forward(x_NE.float(), weight_FE.float())
 
     def of_input(self, grad_NF: Tensor, weight_FE: Tensor) -> Tensor:
         """The gradient of x: grad @ weight."""

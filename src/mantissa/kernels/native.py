@@ -158,13 +158,7 @@ class NativeKernels:
         """
         if x_NE.is_cuda:
             return torch.mm(x_NE, weight_VE.t(), out_dtype=torch.float32)
-        if (
-            self.products.has("pairs", x_NE, BF16)
-            and x_NE.dtype is BF16.dtype
-            and compiled.fits(weight_VE.shape, "pairs")
-        ):
-            return compiled.lay(weight_VE, "pairs").product(x_NE)
-        return self.products.forward(x_NE.float(), weight_VE.float())
+        return self.products.to_float(x_NE, weight_VE)
 
     def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
         return token_logprob(logits_NV, tokens_N, temperature)
