@@ -38,7 +38,7 @@ class OnCPU(TorchFunctionMode):
 
 @pytest.fixture
 def megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Megatron's optimiser over AdamW, of one weight in fp16, as its factory puts the two together for ``hysteresis``."""
+    """Megatron's optimiser over AdamW, of one weight in fp16, put together for a ``hysteresis`` as its factory does it."""
     module = pytest.importorskip("megatron.core.optimizer.optimizer", reason="needs megatron-core: make test-verl")
     from megatron.core import parallel_state
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
