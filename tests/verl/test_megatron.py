@@ -38,7 +38,7 @@ class OnCPU(TorchFunctionMode):
 
 @pytest.fixture
 def megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Megatron's optimiser over AdamW, of one weight in fp16, put together for a ``hysteresis`` as its factory does it."""
+    """Megatron's optimiser over AdamW, of one fp16 weight, put together with a ``hysteresis`` as its factory does."""
     module = pytest.importorskip("megatron.core.optimizer.optimizer", reason="needs megatron-core: make test-verl")
     from megatron.core import parallel_state
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
