@@ -281,6 +281,23 @@ def _verl_run() -> str:
     return f"{sum(curves['unlike']):.0f} of {sum(curves['compared']):,.0f}"
 
 
+def _verl_gate() -> tuple[str, str]:
+    """Of the newest job of each fault: faults that the first look after them saw; healthy steps with an alarm."""
+    newest = {(row["fault"], row["look"], row.get("seed", 0)): row for row in select("verl_gate", {})}
+    first, healthy = [], []
+    for (_, look, _), row in newest.items():
+        if look == "both":
+            for name, seen in row["seen"].items():
+                if name == "healthy":
+                    healthy.append((seen["weights"] + seen["logprobs"], seen["looks"]))
+                else:
+                    first.append((seen["weights"], seen["looks"]))
+        elif row["injected"] is not None:  # a step's batch is looked at before its sync
+            first.append((int(row["seen"] == row["injected"] + (row["by"] == "logprobs")), 1))
+    seen_of, alarms_of = ([sum(column) for column in zip(*pairs, strict=True)] for pairs in (first, healthy))
+    return " of ".join(map(str, seen_of)), " of ".join(map(str, alarms_of))
+
+
 def _native_step() -> str:
     """A training step on a CPU's own bf16, of fp32's time: least and largest of the newest row of each size."""
     newest = {
@@ -311,6 +328,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "waltz-power": _waltz_power,
     "exact_logprobs": _exact_logprobs,
     "verl-run-unlike": _verl_run,
+    "verl-gate-first": lambda: _verl_gate()[0],
+    "verl-gate-alarms": lambda: _verl_gate()[1],
     "verl-vllm-verdict": lambda: " and ".join(dict.fromkeys(_verl("vllm-mantissa-bf16")["verdicts"])),
     "verl-vllm-size": lambda: f"{_verl('vllm-mantissa-bf16')['size_of_u']:.1g}",
     "native-step": _native_step,

@@ -244,6 +244,15 @@ def test_refused_with_the_reason(
     assert "\n" not in str(refused.value)
 
 
+def test_what_an_overflow_costs_is_said_of_each_engine(planned: Callable[..., Plan]) -> None:
+    """That it ends a job on Megatron is tested on verl's own engine in ``tests/verl/test_megatron.py``."""
+    costs, ends, own = "an overflow costs the batch there", "the first overflow ends the job there", "precision=fp16"
+    for engine, said in (("fsdp2", {costs}), ("megatron", {ends}), ("mantissa_fsdp2", set[str]())):
+        assert {each for each in (costs, ends) if each in planned(own, engine=engine).warnings()} == said
+    assert ends in planned(own, "loss_scaling={initial: 4096, retries: 0}", engine="megatron").warnings()
+    assert ends not in planned("precision=bf16", engine="megatron").warnings()
+
+
 def test_generated_tasks_and_fresh_models_are_refused_at_once() -> None:
     demo = load_recipe(Path(__file__).parents[2] / "recipes" / "demo.yaml")
     with pytest.raises(MantissaError, match=r"\(4 reasons\): \(1\) model\.fresh: .*\(2\) warm_start: .*\(3\) task: "):

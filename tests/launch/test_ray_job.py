@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -70,8 +71,28 @@ class Head:
 
 
 @pytest.fixture
-def start_head() -> Iterator[Callable[[], Head]]:
+def set_token() -> Iterator[Callable[[str], None]]:
+    """Of this process, and of a head that it starts: a token of the test's own, and the mode that the call says.
+
+    Without one, whether a head asks for a token would hang on ``~/.ray/auth_token``, which ``ray.init`` leaves.
+    """
     pytest.importorskip("ray", reason="needs the real Ray: make test-verl")
+    from ray._private.authentication_test_utils import reset_auth_token_state as read_anew  # Ray reads them but once
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+        def mode(name: str) -> None:
+            patch.setenv("RAY_AUTH_MODE", name)
+            read_anew()
+
+        yield mode
+    read_anew()
+
+
+@pytest.fixture
+def start_head(set_token: Callable[[str], None]) -> Iterator[Callable[[], Head]]:
+    set_token("token")
     started: list[tuple[Head, Path]] = []
 
     def start() -> Head:
@@ -90,7 +111,12 @@ def start_head() -> Iterator[Callable[[], Head]]:
 
 @pytest.mark.ray
 @pytest.mark.filterwarnings("ignore")
-def test_jobs_on_a_real_head(start_head: Callable[[], Head], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_on_a_real_head(
+    start_head: Callable[[], Head],
+    set_token: Callable[[str], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One head for every case, since it takes seconds to start; then the head dies under a job."""
     head = start_head()
     client = connect(head.address)
@@ -131,6 +157,12 @@ def test_jobs_on_a_real_head(start_head: Callable[[], Head], tmp_path: Path, mon
         submit(client, "true", {"working_dir": str(tmp_path / "missing")}, "refused")
     assert "\n" not in str(refused.value)
     assert "Traceback" not in str(refused.value)
+
+    # a head that asks for a token, and nobody here says one
+    set_token("disabled")
+    with pytest.raises(MantissaError, match=r"^the Ray head at http://127\.0\.0\.1:\d+ asks for a token: set RAY_AUTH"):
+        connect(head.address)
+    set_token("token")
 
     # a head that dies under a job
     monkeypatch.setattr(ray_job, "RECONNECT_S", 2.0)

@@ -188,7 +188,10 @@ def cluster(address: str | None, local: bool) -> Iterator[tuple[str, int]]:
 
 
 def _guard_with_token() -> None:
-    """Have a Ray that is started here ask everybody for a secret, unless the user has set how."""
+    """Have a Ray that is started here ask everybody for a secret, unless the user has set how.
+
+    The variables stay for this process: it reads them once, and a second Ray that it starts must have the same secret.
+    """
     if not any(name.startswith("RAY_AUTH_") for name in os.environ):
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 

@@ -35,11 +35,13 @@ class JobEnd:
 def connect(address: str) -> Any:
     """Ray's client for the cluster at ``address``.
 
-    Raises ``MantissaError`` where Ray is not installed, the address is none, or nobody answers there.
+    Raises ``MantissaError`` where Ray is not installed, the address is none, nobody answers there, or who answers asks
+    for a token that this process does not send.
     """
     if not address.startswith(("http://", "https://")):
         raise MantissaError(f"address {address!r}: expected the head's dashboard, such as http://head:8265")
     try:
+        from ray.exceptions import RayError
         from ray.job_submission import JobSubmissionClient
     except ImportError:
         raise MantissaError(
@@ -50,6 +52,11 @@ def connect(address: str) -> Any:
     except (ConnectionError, OSError):  # requests' own errors are OSErrors
         raise MantissaError(
             f"no Ray head answers at {address}: is it running, and is that its dashboard's address?"
+        ) from None
+    except RayError:  # a token that is missing or wrong; ray start asks for one wherever ~/.ray/auth_token lies
+        raise MantissaError(
+            f"the Ray head at {address} asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN as its nodes "
+            "have it unless ~/.ray/auth_token here is theirs"
         ) from None
     except RuntimeError as error:
         raise MantissaError(f"what answers at {address} is no Ray head that takes jobs: {_line(error)}") from None
