@@ -10,9 +10,9 @@ TRL computes each prompt once a sample where Mantissa computes it once, and Mant
 measures the gap and writes every completion down. TRL runs in fp32, and with ``--trl trl 'trl bf16'``
 in bf16 too: a row is refused where its products came out in another format. Targets, of TRL's fp32 time: fp32 at most
 0.55, simulated fp16 at most 0.65; with SmolLM2-135M 0.7 and 1.0, and bf16 0.7 of TRL's bf16. Peak memory is each
-process's own (``ru_maxrss``). With a decode step as one call, expected before its first run, one thread: small fp32 0.49
-and bf16 0.39 of TRL's, SmolLM2 fp32 0.32 and bf16 0.25. With ``--threads 1`` on a busy machine the ratio of processor times is steadier than
-that of times.
+process's own (``ru_maxrss``). With ``--threads 1`` on a busy machine the ratio of processor times is
+steadier than that of times. Expected of a decode step in one call, before its first run, one thread: small fp32 0.49
+and bf16 0.39 of TRL's in the same format, SmolLM2 fp32 0.32 and bf16 0.25.
 """
 
 from __future__ import annotations
