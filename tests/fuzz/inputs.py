@@ -133,10 +133,10 @@ def try_one(generate: Callable[[Random, Path], None], read: Reader, seed: str, p
     beyond what there was, and all of a process that reads apart."""
     generate(Random(seed), path)
     Path("/proc/self/clear_refs").write_text("5")
-    before, began = peak(), _seconds()
+    before, began, others = peak(), _seconds(), _ended()
     with spending():
         refused = attempt(read, path) is not None
-    return refused, _seconds() - began, max(peak() - before, _apart())
+    return refused, _seconds() - began, max(peak() - before, _apart(others))
 
 
 def peak(process: int | str = "self") -> int:
@@ -153,10 +153,16 @@ def _readers_apart() -> list[int]:
     return [pid for pid in found if Path(f"/proc/{pid}").exists()]  # they end where nobody asks them for long
 
 
-def _apart() -> int:
-    """Bytes that any process that reads apart has held at most, and in which many an input was read."""
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    return max([ended, *map(peak, _readers_apart())])
+def _ended() -> int:
+    """Bytes that the largest child which has ended held, whosever it was."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+
+
+def _apart(others: int) -> int:
+    """Bytes that any process that reads apart has held at most, and in which many an input was read; of one that ended,
+    where it held more than ``others``, children of other tests, did."""
+    ended = _ended()
+    return max([ended if ended > others else 0, *map(peak, _readers_apart())])
 
 
 def _seconds() -> float:
