@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mantissa.kernels import ExactKernels, NativeKernels, SimulatedKernels, compiled, cpu
+from mantissa.kernels.exact.bf16 import ExactBf16Kernels
 from mantissa.kernels.exact.plan import AttentionChoice, ExactPlan
 from mantissa.precision import BF16, FP16, FP32, NumberFormat, round_to_format
 
@@ -89,3 +90,32 @@ def test_a_policy_that_trains_and_other_widths_have_their_own_way_and_an_exact_o
         assert not ExactKernels(FP32, plan, table=table).by_rows(row)
     with torch.enable_grad():
         assert not copies.by_rows(row)
+
+
+@pytest.mark.parametrize("fmt", [FP32, FP16, BF16])
+def test_an_exact_learner_s_rows_are_the_rollout_s_and_its_gradients_the_fast_family_s(fmt: NumberFormat) -> None:
+    table, plan = replace(cpu.products(), compiled=compiled.parts()), ExactPlan({}, AttentionChoice("in order"))
+    if fmt is BF16:
+        learner: Copies = ExactBf16Kernels(plan, table=table)
+        rollout: Copies = ExactBf16Kernels(plan, table=table, copies=True)
+        fast: Copies = NativeKernels(BF16, table=table)
+    else:
+        learner = ExactKernels(fmt, plan, table=table)
+        rollout = ExactKernels(fmt, plan, weights_on_grid=True, table=table)
+        fast = NativeKernels(FP32, table=table) if fmt is FP32 else SimulatedKernels(fmt, table=table)
+    x, y, up = (drawn(learner, 40, 192, seed=seed) for seed in range(3))
+    weight = drawn(rollout, 192, seed=3).float()
+    found = []
+    for kernels in (learner, fast):
+        leaves = [each.clone().requires_grad_() for each in (x, up, weight)]
+        normed = kernels.rms_norm(leaves[0], leaves[2], 1e-5)
+        out = kernels.swiglu(normed, leaves[1])
+        found.append((normed, out, torch.autograd.grad(out, leaves, y)))
+    with torch.no_grad():
+        normed = rollout.add_norm(x, torch.zeros_like(x), weight.to(x.dtype), 1e-5)[1]
+        assert torch.equal(found[0][0], normed)
+        assert torch.equal(found[0][1], rollout.swiglu(normed, up))
+    for got, expected in zip(found[0][2], found[1][2], strict=True):
+        bound = 1e-6 if fmt is FP32 else 2 * fmt.epsilon
+        assert (got.double() - expected.double()).norm() <= bound * expected.double().norm()
+        assert bool(expected.abs().max() > 0)
