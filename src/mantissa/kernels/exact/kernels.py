@@ -11,7 +11,7 @@ them; the rest (norms, rotation, sums of two, embedding) computes each row for i
 - SwiGLU: torch's ``silu`` computes what is left over from whole vectors by another exponential, so that a number
   depends on where it stands. ``x / (1 + exp(-x))`` by torch's ``exp`` and correctly rounded operations does not.
 
-Where sums are in order, compiled (``plan.py``), norms and SwiGLU are too, in both roles: a decode step is then one call.
+Where sums are in order, compiled (``plan.py``), norms and SwiGLU are too, in both roles: a decode step is one call.
 
 The arithmetic is that of ``SimulatedKernels``, at the same rounding points, and its backward passes are used as they
 are: nothing compares gradients bit by bit. In fp32 the roundings are identities.
