@@ -18,6 +18,16 @@ def _read(path: Path) -> str:
         return ""
 
 
+def _entries(folder: Path) -> list[Path]:
+    """What a folder of the kernel's on a process holds, or nothing where that has ended meanwhile. A pattern would ask
+    about each entry and fail where one ends between the list and the question (ESRCH, which ``glob`` does not
+    expect)."""
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
 def alive(pid: int) -> bool:
     """Whether it runs; a zombie does not."""
     return _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[:1] not in ([], ["Z"])
@@ -25,8 +35,8 @@ def alive(pid: int) -> bool:
 
 def children(pid: int) -> list[int]:
     """The living processes that ``pid`` started, oldest first."""
-    of_threads = Path(f"/proc/{pid}/task").glob("*/children")
-    return sorted(child for each in of_threads for child in map(int, _read(each).split()) if alive(child))
+    of_threads = [_read(thread / "children").split() for thread in _entries(Path(f"/proc/{pid}/task"))]
+    return sorted(child for each in of_threads for child in map(int, each) if alive(child))
 
 
 def descendants(pid: int) -> dict[int, str]:
