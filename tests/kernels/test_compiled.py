@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mantissa.base.environ import CPU_FLAGS
 from mantissa.base.errors import MantissaError
 from mantissa.kernels import NativeKernels, SimulatedKernels, compiled, cpu, probe
 from mantissa.kernels.compiled import KINDS, Kind, Laid
@@ -19,6 +21,7 @@ from mantissa.precision import BF16, FP16, FP32, PrecisionPolicy, round_to_forma
 
 pytestmark = pytest.mark.skipif(not compiled.kinds(), reason=f"nothing is compiled here: {compiled.why_not()}")
 HERE = pytest.mark.parametrize("kind", compiled.kinds())
+TILES = "avx512_bf16 avx512_vnni amx_bf16 amx_int8"
 _GRID = {"fp32": FP32, "bf16": BF16, "fp16": FP16, "pairs": BF16}
 
 
@@ -29,21 +32,24 @@ def drawn(kind: Kind, *shape: int, seed: int = 0) -> Tensor:
 
 
 @HERE
-@pytest.mark.parametrize(("features", "inputs"), [(64, 2), (128, 64), (192, 1538)])  # the last: a second part of inputs
+@pytest.mark.parametrize(
+    ("features", "inputs"),
+    [(64, 2), (128, 64), (192, 1538), (64, 1056)],  # the last two: more inputs than at a time
+)
 def test_a_product_is_right_and_does_not_depend_on_the_other_rows(kind: Kind, features: int, inputs: int) -> None:
     weight, bias = drawn(kind, features, inputs), drawn("fp32", features, seed=1)
     laid = compiled.lay(weight, kind)
-    x = drawn(kind, 40, inputs, seed=2)
+    x = drawn(kind, 300, inputs, seed=2)
     expected = x.double() @ weight.double().t()
     alone = torch.cat([laid.product(row[None]) for row in x])
-    for rows in (1, 2, 3, 4, 5, 6, 7, 12, 40):
+    for rows in (1, 2, 3, 4, 5, 6, 7, 12, 16, 17, 32, 33, 48, 49, 300):
         assert torch.equal(laid.product(x[:rows]), alone[:rows])
     scale = x.double().abs() @ weight.double().abs().t()
     assert ((alone.double() - expected).abs() <= scale * inputs * 2.0**-24).all()
     with_bias = laid.product(x, bias)
     assert torch.equal(with_bias, alone + bias)
     assert torch.equal(laid.product(x, bias, torch.bfloat16), with_bias.bfloat16())
-    assert laid.product(x.view(2, 20, inputs)).shape == (2, 20, features)
+    assert laid.product(x.view(2, 150, inputs)).shape == (2, 150, features)
     assert laid.product(x[:0]).shape == (0, features)
 
 
@@ -206,6 +212,35 @@ def test_without_a_compiler_that_works_there_is_none_and_it_says_why(
     assert not list(anew.glob("*"))
 
 
+def test_a_compiler_that_knows_no_tiles_builds_the_rest(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[str, ...]] = []
+
+    def old(compiler: str, options: tuple[str, ...], path: Path, build: Any = compiled._compile) -> None:
+        tried.append(options)
+        if "-mamx-tile" in options:
+            raise subprocess.CalledProcessError(1, compiler, stderr="unrecognized option '-mamx-tile'")
+        build(compiler, options, path)
+
+    monkeypatch.setattr(compiled, "_compile", old)
+    flags = (*compiled._flags(), *TILES.split())
+    monkeypatch.setattr(compiled, "_flags", lambda: flags)
+    if "avx512_bf16" not in CPU_FLAGS:  # what is built must run here
+        monkeypatch.setattr(compiled, "_MORE", {})
+    assert compiled.built()[0] is not None
+    assert ["-mamx-tile" in options for options in tried] == [True, False]
+
+
+@pytest.mark.skipif(not compiled.tiled(), reason="nothing is multiplied in tiles here")
+def test_tiles_add_the_products_of_even_and_of_odd_inputs_apart() -> None:
+    """As their instruction is defined, where the vectors' own adds pair after pair: so it shows which of them ran."""
+    large, found = 2.0**24, {}
+    for inputs in (32, 34):  # the second goes into no tile
+        x = torch.zeros(2, inputs)
+        x[0, :4], x[1, :4] = torch.tensor([1.0, large, 1.0, -large]), torch.tensor([large, 1.0, -large, 1.0])
+        found[inputs] = compiled.lay(torch.ones(64, inputs), "pairs").product(x)[:, 0].tolist()
+    assert found == {32: [2.0, 2.0], 34: [1.0, 0.0]}
+
+
 @pytest.mark.parametrize(
     ("has", "capability", "expected"),
     [
@@ -213,6 +248,8 @@ def test_without_a_compiler_that_works_there_is_none_and_it_says_why(
         ("avx2 fma f16c avx512f avx512_bf16", "AVX2", ("avx2",)),
         ("avx2 fma f16c avx512f avx512_vnni", "AVX512", ("avx2", "avx512f", "avx512_vnni")),
         ("avx2 fma f16c avx512_bf16 avx512_vnni", "AVX512", ("avx2",)),
+        (f"avx2 fma f16c avx512f {TILES}", "AVX512", ("avx2", "avx512f", *TILES.split())),
+        (f"avx2 fma f16c avx512f {TILES}", "AVX2", ("avx2",)),
         ("avx2 fma f16c avx512f", "DEFAULT", ()),
         ("avx2 fma", "AVX2", ()),
         ("asimd", "DEFAULT", ()),

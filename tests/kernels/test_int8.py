@@ -98,7 +98,7 @@ laid = pytest.mark.skipif("int8" not in compiled.parts(), reason="no compiled pr
 @exact
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("features", "inputs"), [(64, 4), (128, 580), (192, 1536)])
+@pytest.mark.parametrize(("features", "inputs"), [(64, 4), (128, 580), (192, 1536), (64, 2112)])
 def test_a_laid_out_weight_gives_the_same_bits(dtype: torch.dtype, threads: int, features: int, inputs: int) -> None:
     plain, bias = BlockScaled(*int8_codes(random(features, inputs))), random(features, seed=3)
     weight = BlockScaled(compiled.lay_codes(plain.codes), plain.scales)
@@ -128,8 +128,9 @@ def test_a_laid_out_weight_reads_any_dtype_as_its_values() -> None:
 
 @laid
 @exact
-def test_a_laid_out_sum_that_nearly_leaves_32_bits_is_exact() -> None:
-    codes = torch.full((64, (1 << 17) - 4), -128, dtype=torch.int8)
+@pytest.mark.parametrize("fewer", [4, 64])  # the second a number of inputs that goes into tiles, where there are any
+def test_a_laid_out_sum_that_nearly_leaves_32_bits_is_exact(fewer: int) -> None:
+    codes = torch.full((64, (1 << 17) - fewer), -128, dtype=torch.int8)
     plain = BlockScaled(codes, torch.ones(64, 1))
     x = torch.ones(1, codes.shape[1])
     got, expected = (cpu.int8(x, each) for each in (BlockScaled(compiled.lay_codes(codes), plain.scales), plain))

@@ -5,7 +5,8 @@ with torch reads them as fast as the memory gives them: on one core of an AMD EP
 projections takes oneDNN 20 ms in bf16 and 40 ms in fp32, and these 10 and 20. They hold fp16's values in fp16, bf16's
 in bf16, and widen them as they are read, which is exact: a simulated half reads half of what fp32 reads.
 
-Each output is one fp32 sum over the inputs in order, so it does not depend on how many rows or threads there are.
+Each output is one fp32 sum over the inputs in order (in AMX's tiles: of the even ones and the odd ones of each 32, as
+the instruction defines), so it does not depend on how many rows or threads there are.
 Attention in one call computes each query's row by itself, in one order of its own: no mask, no rows beside it. int8's
 product and roundings have the bits of the Python that they stand for: which of the two ran is a matter of time alone.
 
@@ -53,9 +54,11 @@ _COMPILERS = ("gcc", "cc", "clang")
 _READ = (torch.float32, torch.bfloat16)  # what the sources read: of four bytes, and of two
 FORMATS = (FP32, BF16, FP16)  # in the order of the sources' enum
 _SECONDS = 60.0  # that a compiler may take: it takes three
+_OPTIONS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _MORE = {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"}
+_TILES = {"amx_bf16": "-mamx-bf16", "amx_int8": "-mamx-int8"}  # used where both are there
 LINE = 64  # bytes of a line of the cache
 SHARED = 1 << 16  # multiplications from which threads share a product: waking them takes microseconds
 
@@ -64,8 +67,8 @@ class Laid(Tensor):
     """A weight F,E in the layout of the compiled products, held as ``kind`` says: a tensor with which nothing can be
     done but to multiply by it, and to make it plain again (``to_dense``: the same values, in the dtype it came in).
 
-    ``pairs``: in bf16, for rows in bf16, multiplied two at a time by the processor's own instruction (AVX512-BF16).
-    ``int8``: codes, for ``integer_product`` (AVX512-VNNI).
+    ``pairs``: in bf16, for rows in bf16, multiplied two at a time by the processor's own instruction (AVX512-BF16,
+    AMX). ``int8``: codes, for ``integer_product`` (AVX512-VNNI, AMX).
     """
 
     held: Tensor
@@ -98,17 +101,16 @@ class Laid(Tensor):
         """x @ weight^T + bias, summed in fp32 and rounded once to ``dtype``: fp32, or bf16. Not differentiable."""
         features, inputs = self.shape
         x_NE = x_NE.to(torch.bfloat16 if self.kind == "pairs" else torch.float32).contiguous()
-        out_NF = torch.empty(*x_NE.shape[:-1], features)
+        out_NF = torch.empty(*x_NE.shape[:-1], features, dtype=dtype)
         rows = x_NE.numel() // inputs
         bias = None if bias_F is None else bias_F.float().contiguous()
-        rounded = torch.empty_like(out_NF, dtype=dtype) if dtype is not torch.float32 else None
         threads = torch.get_num_threads() if rows * features * inputs >= SHARED else 1
         library().mantissa_product(
             KINDS.index(self.kind), self.held.data_ptr(), x_NE.data_ptr(), out_NF.data_ptr(),
-            None if bias is None else bias.data_ptr(), None if rounded is None else rounded.data_ptr(),
-            rows, inputs, features, threads, team() if threads > 1 else None,
+            dtype is torch.bfloat16, None if bias is None else bias.data_ptr(), rows, inputs, features, threads,
+            team() if threads > 1 else None,
         )  # fmt: skip
-        return out_NF if rounded is None else rounded
+        return out_NF
 
     def integer_product(
         self, x_NE: Tensor, scales_F: Tensor, bias_F: Tensor | None = None, dtype: torch.dtype = torch.float32
@@ -122,17 +124,15 @@ class Laid(Tensor):
             x_NE.element_size(), x_NE.data_ptr(), codes_NE.data_ptr(), row_scales_N.data_ptr(), rows, inputs
         ):
             raise MemoryError(f"a row of {inputs} values")
-        out_NF, scales_F = torch.empty(*x_NE.shape[:-1], features), scales_F.contiguous()
+        out_NF, scales_F = torch.empty(*x_NE.shape[:-1], features, dtype=dtype), scales_F.contiguous()
         bias = None if bias_F is None else bias_F.float().contiguous()
-        rounded = torch.empty_like(out_NF, dtype=dtype) if dtype is not torch.float32 else None
         threads = torch.get_num_threads() if rows * features * inputs >= SHARED else 1
         library().mantissa_integers(
-            self.held.data_ptr(), codes_NE.data_ptr(), out_NF.data_ptr(), scales_F.data_ptr(),
-            row_scales_N.data_ptr(), None if bias is None else bias.data_ptr(),
-            None if rounded is None else rounded.data_ptr(), rows, inputs, features, threads,
-            team() if threads > 1 else None,
+            self.held.data_ptr(), codes_NE.data_ptr(), out_NF.data_ptr(), dtype is torch.bfloat16,
+            scales_F.data_ptr(), row_scales_N.data_ptr(), None if bias is None else bias.data_ptr(),
+            rows, inputs, features, threads, team() if threads > 1 else None,
         )  # fmt: skip
-        return out_NF if rounded is None else rounded
+        return out_NF
 
 
 def lay_codes(codes_FE: Tensor) -> Laid:
@@ -300,9 +300,21 @@ def kinds() -> tuple[Kind, ...]:
     return KINDS if "avx512_bf16" in _flags() else KINDS[:3]
 
 
+def tiled() -> bool:
+    """Whether pairs and int8 are multiplied in tiles (AMX), of weights whose inputs fill them."""
+    found, _ = built()
+    return found is not None and bool(found.mantissa_tiles())
+
+
 def why_not() -> str:
     """Why nothing was compiled; empty where something was."""
     return built()[1]
+
+
+def named() -> str:
+    """The library's sources, compiler and options in a name; empty where there is none."""
+    found, _ = built()
+    return "" if found is None else Path(found._name).stem
 
 
 def library() -> Any:
@@ -325,11 +337,7 @@ def _flags() -> tuple[str, ...]:
     has, capability = set(CPU_FLAGS.split()), torch.backends.cpu.get_cpu_capability()
     if capability not in ("AVX512", "AVX2") or not has >= {"avx2", "fma", "f16c"}:
         return ()
-    wide = [
-        flag
-        for flag in ("avx512f", "avx512_bf16", "avx512_vnni")
-        if capability == "AVX512" and {"avx512f", flag} <= has
-    ]
+    wide = [flag for flag in ("avx512f", *_MORE, *_TILES) if capability == "AVX512" and {"avx512f", flag} <= has]
     return "avx2", *wide
 
 
@@ -344,15 +352,19 @@ def built() -> tuple[Any | None, str]:
     if compiler is None:
         return None, f"there is no C compiler ({named or ', '.join(_COMPILERS)})"
     options = (*_AVX2, *(_AVX512 if "avx512f" in flags else ()), *(o for flag, o in _MORE.items() if flag in flags))
+    tiles = ("-mamx-tile", *_TILES.values()) if {*_MORE, *_TILES} <= set(flags) else ()
     try:
         with _folder() as folder:
-            return _opened(_kept(folder, compiler, ("-O3", "-ffp-contract=off", *options, "-shared", "-fPIC"))), ""
+            for more in dict.fromkeys((tiles, ())):  # a compiler may know the processor's vectors and not its tiles
+                with suppress(*((subprocess.CalledProcessError,) if more else ())):
+                    return _opened(_kept(folder, compiler, (*_OPTIONS, *options, *more))), ""
     except subprocess.TimeoutExpired:
         return None, f"{compiler} took more than {_SECONDS:.0f} s"
     except subprocess.CalledProcessError as error:
         return None, f"{compiler} refused: {error.stderr.strip().splitlines()[-1:]}"
     except OSError as error:
         return None, f"the products could not be built: {error}"
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _kept(folder: Path, compiler: str, options: tuple[str, ...]) -> Path:
@@ -400,14 +412,14 @@ def _compile(compiler: str, options: tuple[str, ...], path: Path) -> None:
 def _opened(path: Path) -> Any:
     library = ctypes.CDLL(str(path))
     pointer, size, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-    library.mantissa_product.argtypes = [number, *[pointer] * 5, *[size] * 3, number, pointer]
+    library.mantissa_product.argtypes = [number, *[pointer] * 3, number, pointer, *[size] * 3, number, pointer]
     library.mantissa_attention.argtypes = [*[number] * 2, *[pointer] * 6, ctypes.c_float, number, pointer]
     library.mantissa_norm.argtypes = [*[number] * 2, *[pointer] * 5, size, size, ctypes.c_float]
     library.mantissa_swiglu.argtypes = [*[number] * 2, *[pointer] * 3, *[size] * 3]
     library.mantissa_rotate.argtypes = [*[number] * 2, *[pointer] * 5]
     library.mantissa_round.argtypes = [number, pointer, pointer, size, number, pointer]
     library.mantissa_codes.argtypes = [number, *[pointer] * 3, *[size] * 2]
-    library.mantissa_integers.argtypes = [*[pointer] * 7, *[size] * 3, number, pointer]
+    library.mantissa_integers.argtypes = [*[pointer] * 3, number, *[pointer] * 3, *[size] * 3, number, pointer]
     library.mantissa_scaled.argtypes = [*[number] * 2, *[pointer] * 2, *[size] * 2, number, pointer]
     library.mantissa_step.argtypes = [pointer, pointer]
     library.mantissa_room.argtypes = [pointer, size]
@@ -416,6 +428,7 @@ def _opened(path: Path) -> Any:
     nothing = "product", "lay", "norm", "swiglu", "rotate", "round", "integers"  # is what these return
     for name in nothing:
         getattr(library, f"mantissa_{name}").restype = None
+    library.mantissa_tiles()  # asks the system for them, where the library has code for them
     return library
 
 

@@ -356,7 +356,7 @@ def products() -> CpuProducts:
     about |= {
         name: value for name, value in sorted(os.environ.items()) if name.startswith(("ONEDNN_", "DNNL_", "MKL_"))
     }
-    about["compiled"] = " ".join(compiled.parts())  # which a compiler that is installed later changes
+    about["compiled"] = compiled.named()  # which a compiler that is installed later changes
     key = json.dumps({**about, "oneDNN": torch.backends.mkldnn.is_available()}, sort_keys=True)
     root = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))  # "~" where there is no home
     path = root / "mantissa" / f"products-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"

@@ -6,13 +6,18 @@ which is what memory gives fastest, and keeps ROWS x BLOCK sums in registers.
 
 Each output is one fp32 sum, over the inputs in order, by fused multiply-adds (pairs: by the processor's own products
 of two bf16 pairs). So it is the same however many rows, blocks or threads there are. "int8": of four inputs, output by
-output, summed as int32. */
+output, summed as int32.
+
+A processor with AMX multiplies pairs and int8 in tiles of up to 16 rows by 16 outputs: the same layout, and still one
+sum an output, whose order the instruction defines whatever rows stand beside it. */
 
 #include "vectors.h"
 
 #define ROWS 6
 #define LINE 32
 #define AT_ONCE 512 /* inputs at a time: a block of them stays in the cache from one group of rows to the next */
+#define GROUP 256 /* rows whose sums stay in the cache until they are rounded */
+#define AHEAD 8192 /* bytes of a weight that are asked for before their turn: memory takes long to answer */
 enum { BLOCK = LANES * VECTORS };
 
 enum kind { OF_FP32, OF_BF16, OF_FP16, PAIRS, OF_INT8 };
@@ -20,22 +25,28 @@ enum kind { OF_FP32, OF_BF16, OF_FP16, PAIRS, OF_INT8 };
 /* One product: what every thread of it reads, and the next block that none has taken. */
 struct product {
   const void *weight, *x;
-  float *y;
+  void *y; /* fp32; bf16 where `halves` */
   const float *bias;
-  uint16_t *rounded; /* y in bf16; NULL: y itself is the result */
   const float *scales, *row_scales; /* of codes: of each output, and of each row */
   long rows, in, out, taken, share;
+  int halves;
   enum kind kind;
 };
 
-/* The sums of `rows` rows by one block over `count` inputs; `begun`: y holds those of the inputs before. */
+INLINE void ask_for(const void *weight, long bytes) {
+  UNROLL(long k = 0; k < bytes; k += 64) _mm_prefetch((const char *)weight + AHEAD + k, _MM_HINT_T0);
+}
+
+/* The sums of `rows` rows by one block over `count` inputs; `begun`: y holds those of the inputs before; `first`: these
+rows bring the block from the memory. */
 #define MICRO(NAME, VALUE, LOAD)                                                                                  \
   INLINE void NAME(const int rows, const VALUE *w, const float *x, long in, long count, float *y, long out,       \
-                   int begun) {                                                                                   \
+                   int begun, const int first) {                                                                  \
     vector sum[ROWS][VECTORS], v[VECTORS];                                                                        \
     UNROLL(int r = 0; r < rows; r++)                                                                              \
     UNROLL(int k = 0; k < VECTORS; k++) sum[r][k] = begun ? load_fp32(y + r * out + k * LANES) : zero();          \
     for (long e = 0; e < count; e++, w += BLOCK) {                                                                \
+      if (first) ask_for(w, BLOCK * sizeof *w);                                                                   \
       UNROLL(int k = 0; k < VECTORS; k++) v[k] = LOAD(w + k * LANES);                                             \
       UNROLL(int r = 0; r < rows; r++) {                                                                          \
         vector one = all(x[r * in + e]);                                                                          \
@@ -51,12 +62,13 @@ MICRO(micro_fp16, uint16_t, load_fp16)
 
 #ifdef __AVX512BF16__
 INLINE void micro_pairs(const int rows, const uint16_t *w, const uint16_t *x, long in, long count, float *y, long out,
-                        int begun) {
+                        int begun, const int first) {
   vector sum[ROWS][VECTORS];
   __m512bh v[VECTORS];
   UNROLL(int r = 0; r < rows; r++)
   UNROLL(int k = 0; k < VECTORS; k++) sum[r][k] = begun ? load_fp32(y + r * out + k * LANES) : zero();
   for (long e = 0; e < count; e += 2, w += 2 * BLOCK) {
+    if (first) ask_for(w, 2 * BLOCK * sizeof *w);
     UNROLL(int k = 0; k < VECTORS; k++) v[k] = (__m512bh)_mm512_loadu_si512(w + 2 * k * LANES);
     UNROLL(int r = 0; r < rows; r++) {
       int pair;
@@ -72,11 +84,12 @@ INLINE void micro_pairs(const int rows, const uint16_t *w, const uint16_t *x, lo
 #ifdef __AVX512VNNI__
 /* The processor multiplies unsigned codes of x by signed ones: x comes 128 larger. y holds the sums as integers. */
 INLINE void micro_int8(const int rows, const int8_t *w, const uint8_t *x, long in, long count, float *y, long out,
-                       int begun) {
+                       int begun, const int first) {
   __m512i sum[ROWS][VECTORS], v[VECTORS];
   UNROLL(int r = 0; r < rows; r++)
   UNROLL(int k = 0; k < VECTORS; k++) sum[r][k] = begun ? _mm512_loadu_si512(y + r * out + k * LANES) : all_bits(0);
   for (long e = 0; e < count; e += 4, w += 4 * BLOCK) {
+    if (first) ask_for(w, 4 * BLOCK);
     UNROLL(int k = 0; k < VECTORS; k++) v[k] = _mm512_loadu_si512(w + 4 * k * LANES);
     UNROLL(int r = 0; r < rows; r++) {
       int four;
@@ -89,22 +102,23 @@ INLINE void micro_int8(const int rows, const int8_t *w, const uint8_t *x, long i
 }
 #endif
 
-/* One block of outputs for all rows. One row reads the block in one go. */
+/* One block of outputs for some rows; `out`: from a row's sums to the next's. One row reads the block in one go. */
 #define OF_BLOCK(NAME, VALUE, OPERAND, MICRO)                                                                     \
   static void NAME(const VALUE *w, const OPERAND *x, float *y, long rows, long in, long out) {                    \
     long step = rows == 1 ? in : AT_ONCE;                                                                         \
     for (long e = 0; e < in; e += step) {                                                                         \
       long count = in - e < step ? in - e : step, r = 0;                                                          \
       const VALUE *part = w + e * BLOCK;                                                                          \
-      for (; r + ROWS <= rows; r += ROWS) MICRO(ROWS, part, x + r * in + e, in, count, y + r * out, out, e > 0);  \
+      if (rows >= ROWS) MICRO(ROWS, part, x + e, in, count, y, out, e > 0, 1), r = ROWS;                          \
+      for (; r + ROWS <= rows; r += ROWS) MICRO(ROWS, part, x + r * in + e, in, count, y + r * out, out, e > 0, 0); \
       const OPERAND *left = x + r * in + e;                                                                       \
       float *sums = y + r * out;                                                                                  \
       switch (rows - r) {                                                                                         \
-        case 5: MICRO(5, part, left, in, count, sums, out, e > 0); break;                                         \
-        case 4: MICRO(4, part, left, in, count, sums, out, e > 0); break;                                         \
-        case 3: MICRO(3, part, left, in, count, sums, out, e > 0); break;                                         \
-        case 2: MICRO(2, part, left, in, count, sums, out, e > 0); break;                                         \
-        case 1: MICRO(1, part, left, in, count, sums, out, e > 0); break;                                         \
+        case 5: MICRO(5, part, left, in, count, sums, out, e > 0, r == 0); break;                                 \
+        case 4: MICRO(4, part, left, in, count, sums, out, e > 0, r == 0); break;                                 \
+        case 3: MICRO(3, part, left, in, count, sums, out, e > 0, r == 0); break;                                 \
+        case 2: MICRO(2, part, left, in, count, sums, out, e > 0, r == 0); break;                                 \
+        case 1: MICRO(1, part, left, in, count, sums, out, e > 0, r == 0); break;                                 \
       }                                                                                                           \
     }                                                                                                             \
   }
@@ -116,12 +130,108 @@ OF_BLOCK(block_pairs, uint16_t, uint16_t, micro_pairs)
 #endif
 #ifdef __AVX512VNNI__
 OF_BLOCK(block_int8, int8_t, uint8_t, micro_int8)
+#endif
 
+/* Tiles: registers of up to 16 rows of 64 bytes. A step of a sum takes 64 bytes of each row of x: 32 values of bf16, or
+64 codes; the block's 16 lines of 16 outputs that belong to them are a tile of the weight. */
+#ifdef __AMX_TILE__
+#include <sys/syscall.h>
+#define DEEP 64
+long syscall(long, ...); /* <unistd.h> has a read and a write of its own */
+static int may_tile; /* the system gives a process tiles where it asks for them */
+
+static int in_tiles(long bytes) { return may_tile && bytes % DEEP == 0; }
+
+static void release_tiles(void) { _tile_release(); }
+
+/* Sums in tiles 0 to 3, x in 4 and 5, the weight in 6 and 7. `tall` rows in each, and of 17 rows and more `rest` in the
+tiles of the second half; 0: none. */
+static void shape_tiles(int *held, long tall, long rest) {
+  struct {
+    uint8_t palette, start, none[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+  } shape = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {0}};
+  long rows[8] = {tall, tall, rest ? rest : tall, rest ? rest : tall, tall, rest ? rest : 16, 16, 16};
+  if (*held == tall * 32 + rest) return;
+  *held = tall * 32 + rest;
+  for (int k = 0; k < 8; k++) shape.rows[k] = rows[k];
+  __asm__ volatile("" : : "r"(&shape) : "memory"); /* gcc takes the instruction to read eight bytes of it */
+  _tile_loadconfig(&shape);
+}
+
+/* `bytes`: of a row of x. */
+#define TILES(NAME, VALUE, PRODUCT)                                                                               \
+  /* Up to 16 rows by the block's 64 outputs. */                                                                  \
+  static void NAME##_low(const char *w, const char *x, float *y, long bytes, long out, int first) {               \
+    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);                                                   \
+    for (long e = 0; e < bytes; e += DEEP, w += 16 * 4 * BLOCK) {                                                 \
+      if (first)                                                                                                  \
+        for (int k = 0; k < 8; k++) ask_for(w + k * 512, 512);                                                    \
+      _tile_loadd(4, x + e, bytes);                                                                               \
+      _tile_loadd(5, w, 4 * BLOCK); PRODUCT(0, 4, 5);                                                             \
+      _tile_loadd(6, w + 64, 4 * BLOCK); PRODUCT(1, 4, 6);                                                        \
+      _tile_loadd(7, w + 128, 4 * BLOCK); PRODUCT(2, 4, 7);                                                       \
+      _tile_loadd(5, w + 192, 4 * BLOCK); PRODUCT(3, 4, 5);                                                       \
+    }                                                                                                             \
+    _tile_stored(0, y, 4 * out); _tile_stored(1, y + 16, 4 * out);                                                \
+    _tile_stored(2, y + 32, 4 * out); _tile_stored(3, y + 48, 4 * out);                                           \
+  }                                                                                                               \
+  /* 17 to 32 rows by 32 outputs, over `count` bytes of each row. */                                              \
+  static void NAME##_high(const char *w, const char *x, float *y, long bytes, long count, long out, int begun,    \
+                          int first) {                                                                            \
+    if (begun) {                                                                                                  \
+      _tile_loadd(0, y, 4 * out); _tile_loadd(1, y + 16, 4 * out);                                                \
+      _tile_loadd(2, y + 16 * out, 4 * out); _tile_loadd(3, y + 16 * out + 16, 4 * out);                          \
+    } else {                                                                                                      \
+      _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);                                                 \
+    }                                                                                                             \
+    for (long e = 0; e < count; e += DEEP, w += 16 * 4 * BLOCK) {                                                 \
+      if (first)                                                                                                  \
+        for (int k = 0; k < 16; k++) ask_for(w + k * 4 * BLOCK, 128);                                             \
+      _tile_loadd(4, x + e, bytes);                                                                               \
+      _tile_loadd(6, w, 4 * BLOCK); PRODUCT(0, 4, 6);                                                             \
+      _tile_loadd(7, w + 64, 4 * BLOCK); PRODUCT(1, 4, 7);                                                        \
+      _tile_loadd(5, x + 16 * bytes + e, bytes); PRODUCT(2, 5, 6); PRODUCT(3, 5, 7);                              \
+    }                                                                                                             \
+    _tile_stored(0, y, 4 * out); _tile_stored(1, y + 16, 4 * out);                                                \
+    _tile_stored(2, y + 16 * out, 4 * out); _tile_stored(3, y + 16 * out + 16, 4 * out);                          \
+  }                                                                                                               \
+  static void NAME(const VALUE *weight, const void *of, float *y, long rows, long bytes, long out, int *held) {   \
+    const char *w = (const void *)weight, *x = of;                                                                \
+    long low = rows % 32 > 16 ? 0 : rows % 32, high = rows - low;                                                 \
+    for (int half = 0; half < 2 && high; half++)                                                                  \
+      for (long e = 0; e < bytes; e += 4 * AT_ONCE) {                                                             \
+        long count = bytes - e < 4 * AT_ONCE ? bytes - e : 4 * AT_ONCE;                                           \
+        for (long r = 0; r < high; r += 32) {                                                                     \
+          shape_tiles(held, 16, high - r < 32 ? high - r - 16 : 16);                                              \
+          NAME##_high(w + e * BLOCK + half * 128, x + r * bytes + e, y + r * out + half * 32, bytes, count, out,  \
+                      e > 0, r == 0);                                                                             \
+        }                                                                                                         \
+      }                                                                                                           \
+    if (low) {                                                                                                    \
+      shape_tiles(held, low, 0);                                                                                  \
+      NAME##_low(w, x + high * bytes, y + high * out, bytes, out, high == 0);                                     \
+    }                                                                                                             \
+  }
+TILES(tiles_pairs, uint16_t, _tile_dpbf16ps)
+TILES(tiles_int8, int8_t, _tile_dpbusd)
+
+int mantissa_tiles(void) { return may_tile = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0; }
+#else
+#define in_tiles(bytes) 0
+#define tiles_pairs(...) 0
+#define tiles_int8(...) 0
+static void release_tiles(void) {}
+
+int mantissa_tiles(void) { return 0; }
+#endif
+
+#ifdef __AVX512VNNI__
 /* Integers become the values that they stand for: less what 128 too much in each x made, times both scales. */
-static void of_integers(const struct product *p, long start) {
+static void of_integers(const struct product *p, long start, long from, long rows, float *y, long apart) {
   const int32_t *too_much = (const int32_t *)((const int8_t *)p->weight + p->out * p->in) + start;
-  float *y = p->y + start;
-  for (long r = 0; r < p->rows; r++, y += p->out)
+  for (long r = from; r < from + rows; r++, y += apart)
     for (int k = 0; k < BLOCK; k++) {
       uint32_t sum;
       memcpy(&sum, y + k, sizeof sum);
@@ -130,38 +240,53 @@ static void of_integers(const struct product *p, long start) {
 }
 #endif
 
-static void of_block(const struct product *p, long at) {
-  long start = at * BLOCK, first = start * p->in;
-  float *y = p->y + start;
+/* The sums of some rows by the block that begins at output `start`. */
+static void sums_of(const struct product *p, long start, long from, long rows, float *y, long apart, int *tiles) {
+  long first = start * p->in;
+  const void *x = (const char *)p->x + from * p->in * (p->kind == OF_INT8 ? 1 : p->kind == PAIRS ? 2 : 4);
   switch (p->kind) {
-    case OF_FP32: block_fp32((const float *)p->weight + first, p->x, y, p->rows, p->in, p->out); break;
-    case OF_BF16: block_bf16((const uint16_t *)p->weight + first, p->x, y, p->rows, p->in, p->out); break;
-    case OF_FP16: block_fp16((const uint16_t *)p->weight + first, p->x, y, p->rows, p->in, p->out); break;
+    case OF_FP32: block_fp32((const float *)p->weight + first, x, y, rows, p->in, apart); break;
+    case OF_BF16: block_bf16((const uint16_t *)p->weight + first, x, y, rows, p->in, apart); break;
+    case OF_FP16: block_fp16((const uint16_t *)p->weight + first, x, y, rows, p->in, apart); break;
     case PAIRS:
 #ifdef __AVX512BF16__
-      block_pairs((const uint16_t *)p->weight + first, p->x, y, p->rows, p->in, p->out);
+      if (in_tiles(2 * p->in)) tiles_pairs((const uint16_t *)p->weight + first, x, y, rows, 2 * p->in, apart, tiles);
+      else block_pairs((const uint16_t *)p->weight + first, x, y, rows, p->in, apart);
 #endif
       break;
     case OF_INT8:
 #ifdef __AVX512VNNI__
-      block_int8((const int8_t *)p->weight + first, p->x, y, p->rows, p->in, p->out);
-      of_integers(p, start);
+      if (in_tiles(p->in)) tiles_int8((const int8_t *)p->weight + first, x, y, rows, p->in, apart, tiles);
+      else block_int8((const int8_t *)p->weight + first, x, y, rows, p->in, apart);
+      of_integers(p, start, from, rows, y, apart);
 #endif
       break;
   }
-  for (long r = 0; r < p->rows && (p->bias || p->rounded); r++, y += p->out) {
-    if (p->bias)
-      for (int k = 0; k < BLOCK; k++) y[k] += p->bias[start + k];
-    if (p->rounded)
-      for (int k = 0; k < BLOCK; k++) p->rounded[r * p->out + start + k] = to_bf16(y[k]);
+}
+
+static void of_block(const struct product *p, long start, int *tiles) {
+  float few[GROUP * BLOCK] __attribute__((aligned(64)));
+  long group = p->halves ? GROUP : p->rows, apart = p->halves ? BLOCK : p->out;
+  for (long from = 0; from < p->rows; from += group) {
+    long rows = p->rows - from < group ? p->rows - from : group, at = from * p->out + start;
+    float *y = p->halves ? few : (float *)p->y + at;
+    sums_of(p, start, from, rows, y, apart, tiles);
+    for (long r = 0; r < rows && (p->bias || p->halves); r++, y += apart) {
+      if (p->bias)
+        for (int k = 0; k < BLOCK; k++) y[k] += p->bias[start + k];
+      if (p->halves)
+        for (int k = 0; k < BLOCK; k++) ((uint16_t *)p->y)[at + r * p->out + k] = to_bf16(y[k]);
+    }
   }
 }
 
 static void work(void *of) {
   struct product *p = of;
   long blocks = p->out / BLOCK, at;
+  int tiles = 0;
   while ((at = __atomic_fetch_add(&p->taken, p->share, __ATOMIC_RELAXED)) < blocks)
-    for (long end = at + p->share < blocks ? at + p->share : blocks; at < end; at++) of_block(p, at);
+    for (long end = at + p->share < blocks ? at + p->share : blocks; at < end; at++) of_block(p, at * BLOCK, &tiles);
+  if (tiles) release_tiles();
 }
 
 static void shared(struct product *p, unsigned threads, parallel team) {
@@ -172,18 +297,18 @@ static void shared(struct product *p, unsigned threads, parallel team) {
     work(p);
 }
 
-/* `team`: GOMP_parallel of the library whose threads torch's own operations use; NULL: one thread. */
-void mantissa_product(int kind, const void *weight, const void *x, float *y, const float *bias, uint16_t *rounded,
-                      long rows, long in, long out, unsigned threads, parallel team) {
-  struct product p = {weight, x, y, bias, rounded, NULL, NULL, rows, in, out, 0, 1, kind};
+/* `halves`: y is bf16. `team`: GOMP_parallel of the library whose threads torch's own operations use; NULL: one thread. */
+void mantissa_product(int kind, const void *weight, const void *x, void *y, int halves, const float *bias, long rows,
+                      long in, long out, unsigned threads, parallel team) {
+  struct product p = {weight, x, y, bias, NULL, NULL, rows, in, out, 0, 1, halves, kind};
   shared(&p, threads, team);
 }
 
 /* The same of int8 codes, x's 128 larger. A weight's codes are followed by int32, 128 times the sum of each output's. */
-void mantissa_integers(const void *weight, const void *x, float *y, const float *scales, const float *row_scales,
-                       const float *bias, uint16_t *rounded, long rows, long in, long out, unsigned threads,
+void mantissa_integers(const void *weight, const void *x, void *y, int halves, const float *scales,
+                       const float *row_scales, const float *bias, long rows, long in, long out, unsigned threads,
                        parallel team) {
-  struct product p = {weight, x, y, bias, rounded, scales, row_scales, rows, in, out, 0, 1, OF_INT8};
+  struct product p = {weight, x, y, bias, scales, row_scales, rows, in, out, 0, 1, halves, OF_INT8};
   shared(&p, threads, team);
 }
 

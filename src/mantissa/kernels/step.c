@@ -6,10 +6,9 @@ All operands have `bytes` bytes, fp32 or bf16, and hold values of the format; a 
 
 #include "vectors.h"
 
-void mantissa_product(int, const void *, const void *, float *, const float *, uint16_t *, long, long, long, unsigned,
-                      parallel);
-void mantissa_integers(const void *, const void *, float *, const float *, const float *, const float *, uint16_t *, long,
-                       long, long, unsigned, parallel);
+void mantissa_product(int, const void *, const void *, void *, int, const float *, long, long, long, unsigned, parallel);
+void mantissa_integers(const void *, const void *, void *, int, const float *, const float *, const float *, long, long,
+                       long, unsigned, parallel);
 int mantissa_codes(int, const void *, uint8_t *, float *, long, long);
 int mantissa_scaled(int, int, const void *, void *, long, long, unsigned, parallel);
 void mantissa_round(int, const float *, float *, long, unsigned, parallel);
@@ -52,7 +51,7 @@ struct step {
 
 /* What a step writes between its operations, one after another in `room`. */
 struct room {
-  float *sums, *row_scales;
+  float *row_scales;
   char *normed, *coded, *qkv, *turned, *attended, *gate_up, *inner, *added;
 };
 
@@ -62,7 +61,6 @@ static long lay_room(const struct decoder *d, long rows, char *from, struct room
   long heads = d->heads + 2 * d->kv_heads, widest = larger_of(larger_of(d->hidden, heads * d->size), 2 * d->inner), at = 0;
 #define PART(name, count, bytes) \
   room->name = (void *)(from + at), at += ((count) * (bytes) + 63) / 64 * 64
-  PART(sums, rows * widest, sizeof(float));
   PART(row_scales, rows, sizeof(float));
   PART(normed, rows * d->hidden, d->bytes);
   PART(coded, rows * widest, d->bytes);
@@ -89,11 +87,10 @@ static unsigned threads_of(const struct decoder *d, const struct step *s, long p
 static int project(const struct decoder *d, const struct step *s, const struct room *room, const struct projection *p,
                    const void *x, void *y) {
   unsigned threads = threads_of(d, s, s->rows * p->in * p->out);
-  float *sums = d->bytes == 4 ? y : room->sums;
-  uint16_t *halves = d->bytes == 4 ? NULL : y;
+  int halves = d->bytes == 2;
   if (p->kind == OF_INT8) {
     if (mantissa_codes(d->bytes, x, (uint8_t *)room->coded, room->row_scales, s->rows, p->in)) return 1;
-    mantissa_integers(p->weight, room->coded, sums, p->scales, room->row_scales, p->bias, halves, s->rows, p->in, p->out,
+    mantissa_integers(p->weight, room->coded, y, halves, p->scales, room->row_scales, p->bias, s->rows, p->in, p->out,
                       threads, s->team);
   } else {
     if (p->scheme >= 0) {
@@ -101,7 +98,7 @@ static int project(const struct decoder *d, const struct step *s, const struct r
       if (mantissa_scaled(p->scheme, d->bytes, x, room->coded, s->rows, p->in, few, s->team)) return 1;
       x = room->coded;
     }
-    mantissa_product(p->kind, p->weight, x, sums, p->bias, halves, s->rows, p->in, p->out, threads, s->team);
+    mantissa_product(p->kind, p->weight, x, y, halves, p->bias, s->rows, p->in, p->out, threads, s->team);
   }
   if (d->bytes == 4 && d->format != FP32)
     mantissa_round(d->format, y, y, s->rows * p->out, threads_of(d, s, s->rows * p->out), s->team);
