@@ -17,6 +17,7 @@ sum an output, whose order the instruction defines whatever rows stand beside it
 #define LINE 32
 #define AT_ONCE 512 /* inputs at a time: a block of them stays in the cache from one group of rows to the next */
 #define GROUP 256 /* rows whose sums stay in the cache until they are rounded */
+#define CACHED (1 << 18) /* bytes of x that tiles read block after block */
 #define AHEAD 8192 /* bytes of a weight that are asked for before their turn: memory takes long to answer */
 enum { BLOCK = LANES * VECTORS };
 
@@ -28,7 +29,7 @@ struct product {
   void *y; /* fp32; bf16 where `halves` */
   const float *bias;
   const float *scales, *row_scales; /* of codes: of each output, and of each row */
-  long rows, in, out, taken, share;
+  long rows, in, out, taken, share, group; /* group: rows at a time */
   int halves;
   enum kind kind;
 };
@@ -104,27 +105,50 @@ INLINE void micro_int8(const int rows, const int8_t *w, const uint8_t *x, long i
 
 /* One block of outputs for some rows; `out`: from a row's sums to the next's. One row reads the block in one go. */
 #define OF_BLOCK(NAME, VALUE, OPERAND, MICRO)                                                                     \
+  INLINE void NAME##_part(const VALUE *w, const OPERAND *x, long in, long count, float *y, long rows, long out,   \
+                          int begun, const int first) {                                                           \
+    long r = 0;                                                                                                   \
+    if (rows >= ROWS) MICRO(ROWS, w, x, in, count, y, out, begun, first), r = ROWS;                               \
+    for (; r + ROWS <= rows; r += ROWS) MICRO(ROWS, w, x + r * in, in, count, y + r * out, out, begun, 0);        \
+    const OPERAND *left = x + r * in;                                                                             \
+    float *sums = y + r * out;                                                                                    \
+    int new = first && r == 0;                                                                                    \
+    switch (rows - r) {                                                                                           \
+      case 5: MICRO(5, w, left, in, count, sums, out, begun, new); break;                                         \
+      case 4: MICRO(4, w, left, in, count, sums, out, begun, new); break;                                         \
+      case 3: MICRO(3, w, left, in, count, sums, out, begun, new); break;                                         \
+      case 2: MICRO(2, w, left, in, count, sums, out, begun, new); break;                                         \
+      case 1: MICRO(1, w, left, in, count, sums, out, begun, new); break;                                         \
+    }                                                                                                             \
+  }                                                                                                               \
   static void NAME(const VALUE *w, const OPERAND *x, float *y, long rows, long in, long out) {                    \
     long step = rows == 1 ? in : AT_ONCE;                                                                         \
-    for (long e = 0; e < in; e += step) {                                                                         \
-      long count = in - e < step ? in - e : step, r = 0;                                                          \
-      const VALUE *part = w + e * BLOCK;                                                                          \
-      if (rows >= ROWS) MICRO(ROWS, part, x + e, in, count, y, out, e > 0, 1), r = ROWS;                          \
-      for (; r + ROWS <= rows; r += ROWS) MICRO(ROWS, part, x + r * in + e, in, count, y + r * out, out, e > 0, 0); \
-      const OPERAND *left = x + r * in + e;                                                                       \
-      float *sums = y + r * out;                                                                                  \
-      switch (rows - r) {                                                                                         \
-        case 5: MICRO(5, part, left, in, count, sums, out, e > 0, r == 0); break;                                 \
-        case 4: MICRO(4, part, left, in, count, sums, out, e > 0, r == 0); break;                                 \
-        case 3: MICRO(3, part, left, in, count, sums, out, e > 0, r == 0); break;                                 \
-        case 2: MICRO(2, part, left, in, count, sums, out, e > 0, r == 0); break;                                 \
-        case 1: MICRO(1, part, left, in, count, sums, out, e > 0, r == 0); break;                                 \
-      }                                                                                                           \
-    }                                                                                                             \
+    for (long e = 0; e < in; e += step)                                                                           \
+      NAME##_part(w + e * BLOCK, x + e, in, in - e < step ? in - e : step, y, rows, out, e > 0, 1);               \
   }
 OF_BLOCK(block_fp32, float, float, micro_fp32)
-OF_BLOCK(block_bf16, uint16_t, float, micro_bf16)
-OF_BLOCK(block_fp16, uint16_t, float, micro_fp16)
+OF_BLOCK(few_bf16, uint16_t, float, micro_bf16)
+OF_BLOCK(few_fp16, uint16_t, float, micro_fp16)
+
+/* For many rows a block's values are widened once, not by each group of rows. */
+#define WIDENED(NAME, FEW, LOAD)                                                                                  \
+  static void NAME(const uint16_t *w, const float *x, float *y, long rows, long in, long out) {                   \
+    float wide[AT_ONCE * BLOCK] __attribute__((aligned(64)));                                                     \
+    if (rows < 4 * ROWS) {                                                                                        \
+      FEW(w, x, y, rows, in, out);                                                                                \
+      return;                                                                                                     \
+    }                                                                                                             \
+    for (long e = 0; e < in; e += AT_ONCE) {                                                                      \
+      long count = in - e < AT_ONCE ? in - e : AT_ONCE;                                                           \
+      for (long k = 0; k < count; k++, w += BLOCK) {                                                              \
+        ask_for(w, BLOCK * sizeof *w);                                                                            \
+        UNROLL(int v = 0; v < VECTORS; v++) store(wide + k * BLOCK + v * LANES, LOAD(w + v * LANES));             \
+      }                                                                                                           \
+      block_fp32_part(wide, x + e, in, count, y, rows, out, e > 0, 0);                                            \
+    }                                                                                                             \
+  }
+WIDENED(block_bf16, few_bf16, load_bf16)
+WIDENED(block_fp16, few_fp16, load_fp16)
 #ifdef __AVX512BF16__
 OF_BLOCK(block_pairs, uint16_t, uint16_t, micro_pairs)
 #endif
@@ -219,9 +243,10 @@ TILES(tiles_int8, int8_t, _tile_dpbusd)
 
 int mantissa_tiles(void) { return may_tile = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0; }
 #else
+enum { may_tile = 0 };
 #define in_tiles(bytes) 0
-#define tiles_pairs(...) 0
-#define tiles_int8(...) 0
+#define tiles_pairs(weight, x, y, rows, bytes, out, held) (void)held
+#define tiles_int8 tiles_pairs
 static void release_tiles(void) {}
 
 int mantissa_tiles(void) { return 0; }
@@ -240,10 +265,12 @@ static void of_integers(const struct product *p, long start, long from, long row
 }
 #endif
 
-/* The sums of some rows by the block that begins at output `start`. */
+static long width_of(const struct product *p) { return p->kind == OF_INT8 ? 1 : p->kind == PAIRS ? 2 : 4; }
+
+/* The sums of some rows by the block that begins at output `start`; `tiles`: their shape so far. */
 static void sums_of(const struct product *p, long start, long from, long rows, float *y, long apart, int *tiles) {
   long first = start * p->in;
-  const void *x = (const char *)p->x + from * p->in * (p->kind == OF_INT8 ? 1 : p->kind == PAIRS ? 2 : 4);
+  const void *x = (const char *)p->x + from * p->in * width_of(p);
   switch (p->kind) {
     case OF_FP32: block_fp32((const float *)p->weight + first, x, y, rows, p->in, apart); break;
     case OF_BF16: block_bf16((const uint16_t *)p->weight + first, x, y, rows, p->in, apart); break;
@@ -264,32 +291,36 @@ static void sums_of(const struct product *p, long start, long from, long rows, f
   }
 }
 
-static void of_block(const struct product *p, long start, int *tiles) {
+static void of_block(const struct product *p, long start, long from, long rows, int *tiles) {
   float few[GROUP * BLOCK] __attribute__((aligned(64)));
-  long group = p->halves ? GROUP : p->rows, apart = p->halves ? BLOCK : p->out;
-  for (long from = 0; from < p->rows; from += group) {
-    long rows = p->rows - from < group ? p->rows - from : group, at = from * p->out + start;
-    float *y = p->halves ? few : (float *)p->y + at;
-    sums_of(p, start, from, rows, y, apart, tiles);
-    for (long r = 0; r < rows && (p->bias || p->halves); r++, y += apart) {
-      if (p->bias)
-        for (int k = 0; k < BLOCK; k++) y[k] += p->bias[start + k];
-      if (p->halves)
-        for (int k = 0; k < BLOCK; k++) ((uint16_t *)p->y)[at + r * p->out + k] = to_bf16(y[k]);
-    }
+  long apart = p->halves ? BLOCK : p->out, at = from * p->out + start;
+  float *y = p->halves ? few : (float *)p->y + at;
+  sums_of(p, start, from, rows, y, apart, tiles);
+  for (long r = 0; r < rows && (p->bias || p->halves); r++, y += apart) {
+    if (p->bias)
+      for (int k = 0; k < BLOCK; k++) y[k] += p->bias[start + k];
+    if (p->halves)
+      for (int k = 0; k < BLOCK; k++) ((uint16_t *)p->y)[at + r * p->out + k] = to_bf16(y[k]);
   }
 }
 
 static void work(void *of) {
   struct product *p = of;
-  long blocks = p->out / BLOCK, at;
+  long blocks = p->out / BLOCK, first;
   int tiles = 0;
-  while ((at = __atomic_fetch_add(&p->taken, p->share, __ATOMIC_RELAXED)) < blocks)
-    for (long end = at + p->share < blocks ? at + p->share : blocks; at < end; at++) of_block(p, at * BLOCK, &tiles);
+  while ((first = __atomic_fetch_add(&p->taken, p->share, __ATOMIC_RELAXED)) < blocks) {
+    long end = first + p->share < blocks ? first + p->share : blocks;
+    for (long from = 0; from < p->rows; from += p->group)
+      for (long at = first, rows = p->rows - from < p->group ? p->rows - from : p->group; at < end; at++)
+        of_block(p, at * BLOCK, from, rows, &tiles);
+  }
   if (tiles) release_tiles();
 }
 
 static void shared(struct product *p, unsigned threads, parallel team) {
+  long cached = CACHED / (p->in * width_of(p)) / 32 * 32, most = p->halves ? GROUP : p->rows;
+  if (may_tile && width_of(p) < 4) most = cached > most ? most : cached > 32 ? cached : 32;
+  p->group = most;
   p->share = p->out / BLOCK / (4 * threads) + 1;
   if (team && threads > 1)
     team(work, p, threads, 0);
@@ -297,10 +328,11 @@ static void shared(struct product *p, unsigned threads, parallel team) {
     work(p);
 }
 
-/* `halves`: y is bf16. `team`: GOMP_parallel of the library whose threads torch's own operations use; NULL: one thread. */
+/* `halves`: y is bf16. `team`: GOMP_parallel of the library whose threads torch's own operations use; NULL: one
+thread. */
 void mantissa_product(int kind, const void *weight, const void *x, void *y, int halves, const float *bias, long rows,
                       long in, long out, unsigned threads, parallel team) {
-  struct product p = {weight, x, y, bias, NULL, NULL, rows, in, out, 0, 1, halves, kind};
+  struct product p = {weight, x, y, bias, NULL, NULL, rows, in, out, 0, 1, rows, halves, kind};
   shared(&p, threads, team);
 }
 
@@ -308,7 +340,7 @@ void mantissa_product(int kind, const void *weight, const void *x, void *y, int 
 void mantissa_integers(const void *weight, const void *x, void *y, int halves, const float *scales,
                        const float *row_scales, const float *bias, long rows, long in, long out, unsigned threads,
                        parallel team) {
-  struct product p = {weight, x, y, bias, scales, row_scales, rows, in, out, 0, 1, halves, OF_INT8};
+  struct product p = {weight, x, y, bias, scales, row_scales, rows, in, out, 0, 1, rows, halves, OF_INT8};
   shared(&p, threads, team);
 }
 
