@@ -11,6 +11,7 @@ result is one sum over the keys in order. Keys are read LANES at a time, for all
 
 enum { SEQUENCE, HEAD, POSITION };
 #define AT_ONCE (1 << 16) /* scores that a thread holds at a time: 256 kB */
+#define AHEAD (4 * LANES) /* keys that are asked for before their turn */
 
 struct attention {
   const char *q, *k, *v; /* operands of `bytes` bytes: fp32, or bf16 */
@@ -58,6 +59,12 @@ INLINE const float *tile(const struct attention *a, const char *from, long at, l
   for (long j = 0; j < count; j++) widen(a, from, at + j * stride, room + j * a->size);
   memset(room + count * a->size, 0, (LANES - count) * a->size * sizeof *room);
   return room;
+}
+
+/* Ask for keys or values before their turn: memory takes long to answer. */
+INLINE void ask_for(const struct attention *a, const char *from, long at, long stride) {
+  for (long j = AHEAD; j < AHEAD + LANES; j++)
+    for (long b = 0; b < a->size * a->bytes; b += 64) _mm_prefetch(from + (at + j * stride) * a->bytes + b, _MM_HINT_T0);
 }
 
 /* The scores of one row become its probabilities, zeros beyond those it sees. */
@@ -116,6 +123,7 @@ static void of_rows(const struct attention *a, long sequence, long head, long st
     widen(a, a->q, sequence * a->of_q[SEQUENCE] + (head * a->group + r % a->group) * a->of_q[HEAD] +
                        (start + r / a->group) * a->of_q[POSITION], q + r * size);
   for (long j = 0; j < last; j += LANES) {
+    ask_for(a, a->k, k + j * a->of_k[POSITION], a->of_k[POSITION]);
     const float *keys = tile(a, a->k, k + j * a->of_k[POSITION], a->of_k[POSITION], among(last, j), wide, &step);
     for (long r = 0; r < rows; r++) {
       if (SEEN(r) <= j) continue;
@@ -131,6 +139,7 @@ static void of_rows(const struct attention *a, long sequence, long head, long st
   for (long r = 0; r < rows; r++) softmax(scores + r * a->padded, SEEN(r), a->format);
   memset(out, 0, rows * size * sizeof *out);
   for (long j = 0; j < last; j += LANES) {
+    ask_for(a, a->v, v + j * a->of_v[POSITION], a->of_v[POSITION]);
     const float *values = tile(a, a->v, v + j * a->of_v[POSITION], a->of_v[POSITION], among(last, j), wide, &step);
     for (long r = 0; r < rows; r += 2) { /* a later row sees as many or more */
       const float *p = scores + r * a->padded + j;
