@@ -264,9 +264,9 @@ def test_only_instructions_that_are_there_and_not_held_back_are_used(
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_only_what_is_exact_and_faster_is_taken(monkeypatch: pytest.MonkeyPatch, right: bool) -> None:
-    times = {"oneDNN": 1.0, "fp32": 0.5, "bf16": 0.9, "fp16": 0.99, "pairs": 2.0, "torch": 1.0, "ours": 0.9}
-    monkeypatch.setattr(cpu, "_least", lambda calls: {name: times[name] for name in calls})
+def test_only_what_is_exact_and_not_slower_is_taken(monkeypatch: pytest.MonkeyPatch, right: bool) -> None:
+    times = {"oneDNN": 1.0, "fp32": 0.5, "bf16": 1.05, "fp16": 1.15, "pairs": 2.0, "torch": 1.0, "ours": 0.9}
+    monkeypatch.setattr(cpu, "_least", lambda calls, rounds: {name: times[name] for name in calls})
     if not right:
         product, attention = Laid.product, compiled.attention
         monkeypatch.setattr(Laid, "product", lambda self, x: product(self, x) + (self.kind == "fp32"))
