@@ -424,7 +424,7 @@ def measured() -> CpuProducts:
 
 
 def _compiled(own_bf16: bool, generator: torch.Generator) -> tuple[Part, ...]:
-    """What is right of the compiled library, and no slower than oneDNN or torch over the rows that decode takes at a time."""
+    """What is right of the compiled library, and no slower than oneDNN or torch over the rows of decode."""
     tried: list[Kind] = [kind for kind in compiled.kinds() if kind != "pairs" or own_bf16]
     if not tried:
         return ()
