@@ -11,7 +11,7 @@ Attention in one call computes each query's row by itself, in one order of its o
 product and roundings have the bits of the Python that they stand for: which of the two ran is a matter of time alone.
 
 The library is built once a machine, in three seconds, and kept in the user's cache folder; a folder that others may
-write to is not used. ``cpu.py`` measures where it is the faster one, and a run's table of products says so.
+write to is not used. ``cpu.py`` measures where it is not the slower one, and a run's table of products says so.
 
 Legend: N rows (any leading shape), E features in, F features out. Of attention: B sequences, H query heads, K key
 heads, T queries, S keys, D head size.

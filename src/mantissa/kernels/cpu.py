@@ -6,7 +6,7 @@ which comes with torch, gives 48 there, and 73 where the weight was packed befor
 of the other's time from 64 rows on, in all three products of a linear map (576 x 1536, one thread).
 
 A weight that does not train is kept in the layout that its product reads fastest: for the compiled products
-(``compiled.py``) where those were measured to be the faster ones, else for oneDNN's. Its values are the same, and
+(``compiled.py``) where those were measured not to be the slower ones, else for oneDNN's. Its values are the same, and
 ``to_dense`` gives them back. In bf16, where the processor multiplies it itself, oneDNN's packed product takes half of
 fp32's time from one row on (1 to 512 rows of 576 x 1536, AMD Zen 5): its weight has half the bytes.
 
