@@ -360,6 +360,7 @@ def products() -> CpuProducts:
         name: value for name, value in sorted(os.environ.items()) if name.startswith(("ONEDNN_", "DNNL_", "MKL_"))
     }
     about["compiled"] = compiled.named()  # which a compiler that is installed later changes
+    about["by"] = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]  # how it is measured and judged
     key = json.dumps({**about, "oneDNN": torch.backends.mkldnn.is_available()}, sort_keys=True)
     root = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))  # "~" where there is no home
     path = root / "mantissa" / f"products-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
