@@ -93,6 +93,13 @@ def test_a_laid_out_weight_is_multiplied_and_made_plain_and_nothing_else(kind: K
             wrong()
 
 
+@HERE
+def test_a_result_of_another_dtype_is_refused(kind: Kind) -> None:
+    laid = compiled.lay(drawn(kind, 64, 64), kind)
+    with pytest.raises(TypeError, match="float32 or bfloat16, and was asked for torch.float16"):
+        laid.product(drawn(kind, 2, 64), dtype=torch.float16)
+
+
 def test_the_shapes_that_fit() -> None:
     block = compiled.library().mantissa_block()
     assert [compiled.fits(shape, "fp32") for shape in ((block, 3), (block + 1, 3), (block, 2, 2))] == [

@@ -101,7 +101,7 @@ class Laid(Tensor):
         """x @ weight^T + bias, summed in fp32 and rounded once to ``dtype``: fp32, or bf16. Not differentiable."""
         features, inputs = self.shape
         x_NE = x_NE.to(torch.bfloat16 if self.kind == "pairs" else torch.float32).contiguous()
-        out_NF = torch.empty(*x_NE.shape[:-1], features, dtype=dtype)
+        out_NF = _results(x_NE, features, dtype)
         rows = x_NE.numel() // inputs
         bias = None if bias_F is None else bias_F.float().contiguous()
         threads = torch.get_num_threads() if rows * features * inputs >= SHARED else 1
@@ -124,7 +124,7 @@ class Laid(Tensor):
             x_NE.element_size(), x_NE.data_ptr(), codes_NE.data_ptr(), row_scales_N.data_ptr(), rows, inputs
         ):
             raise MemoryError(f"a row of {inputs} values")
-        out_NF, scales_F = torch.empty(*x_NE.shape[:-1], features, dtype=dtype), scales_F.contiguous()
+        out_NF, scales_F = _results(x_NE, features, dtype), scales_F.contiguous()
         bias = None if bias_F is None else bias_F.float().contiguous()
         threads = torch.get_num_threads() if rows * features * inputs >= SHARED else 1
         library().mantissa_integers(
@@ -133,6 +133,13 @@ class Laid(Tensor):
             rows, inputs, features, threads, team() if threads > 1 else None,
         )  # fmt: skip
         return out_NF
+
+
+def _results(x_NE: Tensor, features: int, dtype: torch.dtype) -> Tensor:
+    """Room for what a product writes, which knows two dtypes."""
+    if dtype not in _READ:
+        raise TypeError(f"a compiled product gives float32 or bfloat16, and was asked for {dtype}")
+    return torch.empty(*x_NE.shape[:-1], features, dtype=dtype)
 
 
 def lay_codes(codes_FE: Tensor) -> Laid:

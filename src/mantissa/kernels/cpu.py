@@ -436,9 +436,9 @@ def _compiled(own_bf16: bool, generator: torch.Generator) -> tuple[Part, ...]:
     for rows in _DECODED_ROWS:
         for dtype in (torch.float32, torch.bfloat16):
             ours = [kind for kind in tried if (kind == "pairs") == (dtype is torch.bfloat16)]
-            given, theirs = x[:rows].to(dtype), _reordered(weight.to(dtype)) if ours else weight
             if not ours:
                 continue
+            given, theirs = x[:rows].to(dtype), _reordered(weight.to(dtype))
             calls: dict[str, Callable[[], object]] = {"oneDNN": functools.partial(onednn, given, theirs)}
             least = _least(
                 calls | {kind: functools.partial(laid[kind].product, given) for kind in ours}, _COMPILED_ROUNDS
