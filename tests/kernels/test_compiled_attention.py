@@ -107,6 +107,9 @@ def test_where_it_is_there() -> None:
     assert not compiled.computes(6, FP32)
 
 
+LIBRARY = ("tiles", "fp64")  # its own way, or none: MKL held to AVX2 gives an Emerald Rapids no tiles of attention
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_an_exact_plan_takes_compiled_code_where_it_was_measured_to_be_faster(precision: str) -> None:
     role = resolve(PrecisionPolicy(train=precision, rollout=precision, kernels="exact"), "cpu").learner  # type: ignore[arg-type]
@@ -114,17 +117,17 @@ def test_an_exact_plan_takes_compiled_code_where_it_was_measured_to_be_faster(pr
     table = replace(cpu.products(), compiled=compiled.parts())
     plan = plan_exact(shapes, role, "cpu", table=table)
     own = {**plan.products, **plan.bf16}
-    assert {size: choice.way for size, choice in own.items() if choice.names} == {
-        (128, 64): "in order", (192, 64): "in order", (30, 64): "tiles",
-    }  # fmt: skip
+    ways = {size: choice.way for size, choice in own.items() if choice.names}
+    assert ways.pop((30, 64)) in LIBRARY
+    assert ways == {(128, 64): "in order", (192, 64): "in order"}
     assert plan.attention.way == "in order"
     assert plan.way == "in order"
     assert any("in order of any number of rows, compiled" in line for line in plan.lines())
     safer = plan_exact(shapes, role, "cpu", "tiles", table=table)
-    assert safer.way == "tiles"
-    assert safer.attention.way == "tiles"
-    assert plan_exact(shapes, role, "cpu", table=replace(table, compiled=())).way == "tiles"
-    assert plan_exact(shapes, role, "cpu", table=table, masked=True).attention.way == "tiles"
+    assert safer.way in LIBRARY
+    assert safer.attention.way in LIBRARY
+    assert plan_exact(shapes, role, "cpu", table=replace(table, compiled=())).way in LIBRARY
+    assert plan_exact(shapes, role, "cpu", table=table, masked=True).attention.way in LIBRARY
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp8", "bf16"])

@@ -24,7 +24,7 @@ from naive_engine import reference_logits
 Build = Callable[..., tuple[NativeEngine, Decoder]]
 FAULT = 97
 LENGTH = 150
-REQUESTS = [Request(tuple(range(3 + number, 9 + 2 * number)), number, 3) for number in range(8)]
+REQUESTS = [Request(tuple(range(3 + number, 9 + number + number % 8)), number, 3) for number in range(16)]
 
 
 def both(engine: NativeEngine) -> list[tuple[Request, tuple[int, ...], Tensor, Tensor]]:
