@@ -29,6 +29,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,6 +60,7 @@ _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _MORE = {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"}
 _TILES = {"amx_bf16": "-mamx-bf16", "amx_int8": "-mamx-int8"}  # used where both are there
+_ROWS_AT_A_TIME = 32  # the sources' AT_A_TIME
 LINE = 64  # bytes of a line of the cache
 SHARED = 1 << 16  # multiplications from which threads share a product: waking them takes microseconds
 
@@ -195,6 +197,75 @@ def attention(
     return out
 
 
+def packed_attention(q_1HND: Tensor, k_1KND: Tensor, v_1KND: Tensor, fmt: NumberFormat, spans: Spans) -> Tensor:
+    """``attention`` of packed positions, each to those of its own sequence up to itself; in the same bits.
+
+    fp32 or bf16 tensors, all alike. Shape and dtype of ``q``. Not differentiable.
+    """
+    q, k, v = map(_by_feature, (q_1HND, k_1KND, v_1KND))
+    out = _positions_first(q)
+    _packed(spans, fmt, (q, k, v), (out,))
+    return out
+
+
+def packed_attention_gradients(
+    q_1HND: Tensor, k_1KND: Tensor, v_1KND: Tensor, out_1HND: Tensor, grad_1HND: Tensor, fmt: NumberFormat, spans: Spans
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of q, k and v by ``CausalAttention``'s formulas, of ``packed_attention``'s result and its gradient: each
+    an fp32 sum over all sequences that a position is part of, rounded once."""
+    given = tuple(map(_by_feature, (q_1HND, k_1KND, v_1KND, out_1HND, grad_1HND)))
+    results = [_positions_first(x) for x in given[:3]]
+    _packed(spans, fmt, given, results)
+    of_q, of_k, of_v = results
+    return of_q, of_k, of_v
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Which of N packed positions make sequences: those of a prompt, and of each response to it, lie side by side.
+
+    ``prompts_U4``: where a prompt begins, its length, and the first of its responses and the one after the last;
+    ``responses_B2``: where a response begins, and its length, which may be 0. int64, on the CPU.
+    """
+
+    prompts_U4: Tensor
+    responses_B2: Tensor
+
+    @functools.cached_property
+    def longest(self) -> tuple[int, int]:
+        """Keys of the longest sequence, and queries of the longest prompt or response."""
+        prompts, responses = self.prompts_U4[:, 1], self.responses_B2[:, 1]
+        counts = self.prompts_U4[:, 3] - self.prompts_U4[:, 2]
+        whole = prompts.repeat_interleave(counts) + responses
+        return int(torch.cat((whole, prompts)).max()), int(torch.cat((responses, prompts)).max())
+
+
+def _by_feature(x: Tensor) -> Tensor:
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _positions_first(x_1HND: Tensor) -> Tensor:
+    """Room of this shape, in memory N,H,D: as a product takes it."""
+    _, heads, count, size = x_1HND.shape
+    return torch.empty(1, count, heads, size, dtype=x_1HND.dtype).transpose(1, 2)
+
+
+def _packed(spans: Spans, fmt: NumberFormat, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    q, k = given[:2]
+    heads, count, size = q.shape[1:]
+    sizes = len(spans.prompts_U4), k.shape[1], heads // k.shape[1], size, *spans.longest
+    strides = [n for x in given for n in (x.stride(1), x.stride(2))]
+    threads = torch.get_num_threads() if heads * count * size >= SHARED >> 4 else 1
+    failed = library().mantissa_packed_attention(
+        q.element_size(), FORMATS.index(fmt), (ctypes.c_void_p * 5)(*(x.data_ptr() for x in given)),
+        (ctypes.c_void_p * 3)(*(x.data_ptr() for x in results)), spans.prompts_U4.data_ptr(),
+        spans.responses_B2.data_ptr(), (ctypes.c_long * 6)(*sizes), (ctypes.c_long * 10)(*strides), size**-0.5,
+        threads, team() if threads > 1 else None,
+    )  # fmt: skip
+    if failed:
+        raise MemoryError(f"attention over {spans.longest[0]} keys")
+
+
 def norm(
     x_NE: Tensor, weight_E: Tensor, eps: float, fmt: NumberFormat, added_NE: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -204,9 +275,28 @@ def norm(
     out_NE, total_NE = torch.empty_like(x_NE), x_NE if added_NE is None else torch.empty_like(x_NE)
     library().mantissa_norm(
         x_NE.element_size(), FORMATS.index(fmt), x_NE.data_ptr(), None if added_NE is None else added_NE.data_ptr(),
-        weight_E.data_ptr(), total_NE.data_ptr(), out_NE.data_ptr(), rows, x_NE.shape[-1], eps,
+        weight_E.data_ptr(), total_NE.data_ptr(), out_NE.data_ptr(), rows, x_NE.shape[-1], eps, *_threads(x_NE),
     )  # fmt: skip
     return total_NE, out_NE
+
+
+def norm_gradients(
+    x_NE: Tensor, weight_E: Tensor, grad_NE: Tensor, eps: float, fmt: NumberFormat, total_NE: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm's of x, and of the weight (in its dtype), by ``simulated.norm_gradients``' formulas; each an fp32 sum.
+
+    ``total``: a gradient of x from elsewhere, which is added to the first, and the sum rounded.
+    """
+    x_NE, grad_NE = x_NE.contiguous(), grad_NE.contiguous()
+    total_NE = None if total_NE is None else total_NE.contiguous()
+    rows, width = x_NE.numel() // x_NE.shape[-1], x_NE.shape[-1]
+    of_x_NE, of_weight = torch.empty_like(x_NE), torch.empty(max(1, -(-rows // _ROWS_AT_A_TIME)), width)
+    library().mantissa_norm_gradients(
+        x_NE.element_size(), FORMATS.index(fmt), x_NE.data_ptr(), weight_E.data_ptr(), grad_NE.data_ptr(),
+        None if total_NE is None else total_NE.data_ptr(), of_x_NE.data_ptr(), of_weight.data_ptr(), rows, width, eps,
+        *_threads(x_NE),
+    )  # fmt: skip
+    return of_x_NE, of_weight[0].to(weight_E.dtype)
 
 
 def swiglu(gate_NE: Tensor, up_NE: Tensor, fmt: NumberFormat) -> Tensor:
@@ -217,9 +307,21 @@ def swiglu(gate_NE: Tensor, up_NE: Tensor, fmt: NumberFormat) -> Tensor:
     out_NE = torch.empty(gate_NE.shape, dtype=gate_NE.dtype)
     library().mantissa_swiglu(
         gate_NE.element_size(), FORMATS.index(fmt), gate_NE.data_ptr(), up_NE.data_ptr(), out_NE.data_ptr(), rows,
-        width, gate_NE.stride(-2) if gate_NE.dim() > 1 else width,
+        width, gate_NE.stride(-2) if gate_NE.dim() > 1 else width, *_threads(gate_NE),
     )  # fmt: skip
     return out_NE
+
+
+def swiglu_gradients(gate_NE: Tensor, up_NE: Tensor, grad_NE: Tensor, fmt: NumberFormat) -> tuple[Tensor, Tensor]:
+    """Those of gate and up, by ``simulated.unit_gradients``' formulas."""
+    gate_NE, up_NE, grad_NE = (x.contiguous() for x in (gate_NE, up_NE, grad_NE))
+    of_gate_NE, of_up_NE = torch.empty_like(gate_NE), torch.empty_like(gate_NE)
+    rows, width = gate_NE.numel() // gate_NE.shape[-1], gate_NE.shape[-1]
+    library().mantissa_swiglu_gradients(
+        gate_NE.element_size(), FORMATS.index(fmt), gate_NE.data_ptr(), up_NE.data_ptr(), grad_NE.data_ptr(),
+        of_gate_NE.data_ptr(), of_up_NE.data_ptr(), rows, width, *_threads(gate_NE),
+    )  # fmt: skip
+    return of_gate_NE, of_up_NE
 
 
 def _outer(x: Tensor) -> list[int]:
@@ -230,17 +332,28 @@ def _outer(x: Tensor) -> list[int]:
     return steps[: x.dim() - 1]
 
 
-def rotate(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, fmt: NumberFormat) -> Tensor:
-    """x * cos + rotate_half(x) * sin, rounded once. ``x`` fp32 or bf16, angles fp32. Not differentiable."""
-    x_BHTD = x_BHTD if x_BHTD.stride(3) == 1 else x_BHTD.contiguous()
+def rotate(x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, fmt: NumberFormat, back: bool = False) -> Tensor:
+    """x * cos + rotate_half(x) * sin, rounded once; ``back``: by the opposite angles, which is its gradient. ``x`` fp32
+    or bf16, angles fp32. In memory positions come first where they do in ``x``. Not differentiable."""
+    x_BHTD = _by_feature(x_BHTD)
     cos_BTD, sin_BTD = cos_BTD.contiguous(), sin_BTD.contiguous()
-    out_BHTD = torch.empty(x_BHTD.shape, dtype=x_BHTD.dtype)
-    sizes = *x_BHTD.shape, *x_BHTD.stride()[:3], 0 if len(cos_BTD) == 1 else cos_BTD.stride(0)
+    (batch, heads, length, size), by_head = x_BHTD.shape, x_BHTD.stride(1) > x_BHTD.stride(2)
+    shape = (batch, heads, length, size) if by_head else (batch, length, heads, size)
+    out = torch.empty(shape, dtype=x_BHTD.dtype)
+    out_BHTD = out if by_head else out.transpose(1, 2)
+    angles = 0 if len(cos_BTD) == 1 else cos_BTD.stride(0)
+    sizes = *x_BHTD.shape, *x_BHTD.stride()[:3], angles, *out_BHTD.stride()[:3]
     library().mantissa_rotate(
         x_BHTD.element_size(), FORMATS.index(fmt), x_BHTD.data_ptr(), cos_BTD.data_ptr(), sin_BTD.data_ptr(),
-        out_BHTD.data_ptr(), (ctypes.c_long * 8)(*sizes),
+        out_BHTD.data_ptr(), (ctypes.c_long * 11)(*sizes), back, *_threads(x_BHTD),
     )  # fmt: skip
     return out_BHTD
+
+
+def _threads(x: Tensor) -> tuple[int, int | None]:
+    """How many threads share what is done to each value once or twice, and who calls them."""
+    threads = torch.get_num_threads() if x.numel() >= SHARED else 1
+    return threads, team() if threads > 1 else None
 
 
 def rounded(x: Tensor, fmt: NumberFormat) -> Tensor:
@@ -421,9 +534,13 @@ def _opened(path: Path) -> Any:
     pointer, size, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
     library.mantissa_product.argtypes = [number, *[pointer] * 3, number, pointer, *[size] * 3, number, pointer]
     library.mantissa_attention.argtypes = [*[number] * 2, *[pointer] * 6, ctypes.c_float, number, pointer]
-    library.mantissa_norm.argtypes = [*[number] * 2, *[pointer] * 5, size, size, ctypes.c_float]
-    library.mantissa_swiglu.argtypes = [*[number] * 2, *[pointer] * 3, *[size] * 3]
-    library.mantissa_rotate.argtypes = [*[number] * 2, *[pointer] * 5]
+    real, threads = ctypes.c_float, (number, pointer)
+    library.mantissa_packed_attention.argtypes = [*[number] * 2, *[pointer] * 6, real, *threads]
+    library.mantissa_norm.argtypes = [*[number] * 2, *[pointer] * 5, size, size, real, *threads]
+    library.mantissa_norm_gradients.argtypes = [*[number] * 2, *[pointer] * 6, size, size, real, *threads]
+    library.mantissa_swiglu.argtypes = [*[number] * 2, *[pointer] * 3, *[size] * 3, *threads]
+    library.mantissa_swiglu_gradients.argtypes = [*[number] * 2, *[pointer] * 5, *[size] * 2, *threads]
+    library.mantissa_rotate.argtypes = [*[number] * 2, *[pointer] * 5, number, *threads]
     library.mantissa_round.argtypes = [number, pointer, pointer, size, number, pointer]
     library.mantissa_codes.argtypes = [number, *[pointer] * 3, *[size] * 2]
     library.mantissa_integers.argtypes = [*[pointer] * 3, number, *[pointer] * 3, *[size] * 3, number, pointer]
@@ -432,8 +549,8 @@ def _opened(path: Path) -> Any:
     library.mantissa_room.argtypes = [pointer, size]
     library.mantissa_room.restype = size
     library.mantissa_lay.argtypes = [number, pointer, pointer, size, size, number]
-    nothing = "product", "lay", "norm", "swiglu", "rotate", "round", "integers"  # is what these return
-    for name in nothing:
+    nothing = "product", "lay", "norm", "norm_gradients", "swiglu", "swiglu_gradients", "rotate", "round", "integers"
+    for name in nothing:  # is what these return
         getattr(library, f"mantissa_{name}").restype = None
     library.mantissa_tiles()  # asks the system for them, where the library has code for them
     return library

@@ -16,13 +16,14 @@ where it is used, and autograd casts the gradient back.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mantissa.kernels import compiled, cpu
-from mantissa.kernels.compiled import Kind, is_laid
+from mantissa.kernels import compiled, cpu, differentiable
+from mantissa.kernels.compiled import Kind, Spans, is_laid
 from mantissa.kernels.cpu import CpuProducts, Products
 from mantissa.kernels.simulated import (
     CachedMask,
@@ -34,10 +35,12 @@ from mantissa.kernels.simulated import (
     activation_values,
     cached_probabilities,
     inverse_rms,
+    packed_attention,
     weight_values,
 )
 from mantissa.precision import (
     BF16,
+    FP16,
     FP32,
     BlockScaled,
     Fp8Policy,
@@ -164,12 +167,15 @@ class NativeKernels:
         return token_logprob(logits_NV, tokens_N, temperature)
 
     def by_rows(self, x_NE: Tensor, width: int = 0) -> bool:
-        """Whether compiled code computes it, of a policy that never trains: one that does has its own way for all."""
-        return self.copies and x_NE.dtype is self.dtype and self.products.has("rows", x_NE, self.format, width)
+        """Whether compiled code computes it, in training too."""
+        return self._is_read(x_NE) and self.products.has("rows", x_NE, self.format, width, differentiable=True)
+
+    def _is_read(self, x: Tensor) -> bool:
+        return x.dtype is self.dtype and self.format is not FP16  # which is read as values in fp32
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         if self.by_rows(x_NE):
-            return compiled.norm(x_NE, self.weight(weight_E), eps, self.format)[1]
+            return differentiable.Norm.of(x_NE, self.weight(weight_E), eps, self.format)
         if not x_NE.is_cuda and not torch.is_grad_enabled():  # the same arithmetic in torch's own loop over few calls
             return F.rms_norm(x_NE, weight_E.shape, None, eps) * self.weight(weight_E)
         if self._is_cpus_own(x_NE):
@@ -179,7 +185,7 @@ class NativeKernels:
 
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
         if self.by_rows(gate_NE):
-            return compiled.swiglu(gate_NE, up_NE, self.format)
+            return differentiable.SwiGLU.of(gate_NE, up_NE, self.format)
         return F.silu(gate_NE) * up_NE  # torch's silu computes in fp32 and rounds once
 
     def sigmoid(self, x_NE: Tensor) -> Tensor:
@@ -190,7 +196,7 @@ class NativeKernels:
 
     def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
         if self.by_rows(x_BHTD, x_BHTD.shape[3] // 2):
-            return compiled.rotate(x_BHTD, cos_BTD, sin_BTD, self.format)
+            return differentiable.Rotation.of(x_BHTD, cos_BTD, sin_BTD, self.format)
         return Rotate.of(x_BHTD.float(), cos_BTD, sin_BTD, FP32).to(self.dtype)
 
     def add(self, x_NE: Tensor, y_NE: Tensor) -> Tensor:
@@ -198,7 +204,7 @@ class NativeKernels:
 
     def add_norm(self, x_NE: Tensor, y_NE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if self.by_rows(x_NE):
-            return compiled.norm(x_NE, self.weight(weight_E), eps, self.format, y_NE)
+            return differentiable.AddedNorm.of(x_NE, y_NE, self.weight(weight_E), eps, self.format)
         total_NE = self.add(x_NE, y_NE)
         return total_NE, self.rms_norm(total_NE, weight_E, eps)
 
@@ -218,6 +224,13 @@ class NativeKernels:
             k_BKTD, v_BKTD = k_BKTD.repeat_interleave(group, 1), v_BKTD.repeat_interleave(group, 1)
         grouped = q_BHTD.shape[1] != k_BKTD.shape[1]
         return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=grouped)
+
+    def packed_attention(
+        self, q_1HND: Tensor, k_1KND: Tensor, v_1KND: Tensor, spans: Callable[[], Spans]
+    ) -> Tensor | None:
+        if not self._is_read(q_1HND):
+            return None
+        return packed_attention(self.products, q_1HND, k_1KND, v_1KND, self.format, spans)
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         (rows, heads, size), (kv_heads, keys) = q_BHD.shape, k_BKSD.shape[1:3]

@@ -34,9 +34,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mantissa.kernels import compiled
-from mantissa.kernels.compiled import FP8, FP8_BY_POWER_OF_TWO, Kind, rounded, rounded_
+from mantissa.kernels import compiled, differentiable
+from mantissa.kernels.compiled import FP8, FP8_BY_POWER_OF_TWO, Kind, Spans, rounded, rounded_
 from mantissa.kernels.cpu import CpuProducts, Products
+from mantissa.kernels.differentiable import Operation
 from mantissa.precision import (
     ALONG_COLUMNS,
     ALONG_ROWS,
@@ -80,28 +81,6 @@ def activation_values(x_NE: Tensor, fp8: Fp8Policy) -> Tensor:
     if isinstance(fp8, Quantized):
         return SCHEMES[fp8.scheme].activation(x_NE).to(x_NE.dtype)
     return round_in_blocks(x_NE, E4M3, ALONG_ROWS, fp8.power_of_two).to(x_NE.dtype)
-
-
-class _Nowhere:
-    """What a forward without gradients keeps for its backward goes here: nothing stays."""
-
-    def save_for_backward(self, *_: Tensor | None) -> None:
-        pass
-
-    def __setattr__(self, name: str, value: object) -> None:
-        pass
-
-
-_NOWHERE = _Nowhere()
-
-
-class Operation(torch.autograd.Function):
-    """A function of autograd that costs less where nothing is differentiated."""
-
-    @classmethod
-    def of(cls, *given: Any) -> Any:
-        """``apply``; without gradients the forward by itself, for to enter autograd takes as long as a small one."""
-        return cls.apply(*given) if torch.is_grad_enabled() else cls.forward(_NOWHERE, *given)
 
 
 class Rounded(Operation):
@@ -266,17 +245,17 @@ class SimulatedKernels:
         return token_logprob(logits_NV, tokens_N, temperature)
 
     def by_rows(self, x_NE: Tensor, width: int = 0) -> bool:
-        """Whether compiled code computes it, of a policy that never trains: one that does has its own way for all."""
-        return self.weights_on_grid and self.products.has("rows", x_NE, self.format, width)
+        """Whether compiled code computes it, in training too."""
+        return self.products.has("rows", x_NE, self.format, width, differentiable=True)
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         if self.by_rows(x_NE):
-            return compiled.norm(x_NE, weight_E, eps, self.format)[1]
+            return differentiable.Norm.of(x_NE, self.weight(weight_E), eps, self.format)
         return RMSNorm.of(x_NE, self.weight(weight_E), eps, self.format)
 
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
         if self.by_rows(gate_NE):
-            return compiled.swiglu(gate_NE, up_NE, self.format)
+            return differentiable.SwiGLU.of(gate_NE, up_NE, self.format)
         return _SwiGLU.of(gate_NE, up_NE, self.format)
 
     def sigmoid(self, x_NE: Tensor) -> Tensor:
@@ -287,7 +266,7 @@ class SimulatedKernels:
 
     def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
         if self.by_rows(x_BHTD, x_BHTD.shape[3] // 2):
-            return compiled.rotate(x_BHTD, cos_BTD, sin_BTD, self.format)
+            return differentiable.Rotation.of(x_BHTD, cos_BTD, sin_BTD, self.format)
         return Rotate.of(x_BHTD, cos_BTD, sin_BTD, self.format)
 
     def add(self, x_NE: Tensor, y_NE: Tensor) -> Tensor:
@@ -295,12 +274,17 @@ class SimulatedKernels:
 
     def add_norm(self, x_NE: Tensor, y_NE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if self.by_rows(x_NE):
-            return compiled.norm(x_NE, weight_E, eps, self.format, y_NE)
+            return differentiable.AddedNorm.of(x_NE, y_NE, self.weight(weight_E), eps, self.format)
         total_NE = self.add(x_NE, y_NE)
         return total_NE, self.rms_norm(total_NE, weight_E, eps)
 
     def causal_attention(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
         return CausalAttention.of(q_BHTD, k_BKTD, v_BKTD, self.format, self.products)
+
+    def packed_attention(
+        self, q_1HND: Tensor, k_1KND: Tensor, v_1KND: Tensor, spans: Callable[[], Spans]
+    ) -> Tensor | None:
+        return packed_attention(self.products, q_1HND, k_1KND, v_1KND, self.format, spans)
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         (rows, heads, size), (kv_heads, keys) = q_BHD.shape, k_BKSD.shape[1:3]
@@ -365,6 +349,16 @@ class ProductOf(torch.autograd.Function):
         # None of a frozen head: V by E values that nobody reads.
         grad_weight = flat.t() @ x_NE.reshape(-1, x_NE.shape[-1]) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, flat.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+def packed_attention(
+    products: Products, q_1HND: Tensor, k_1KND: Tensor, v_1KND: Tensor, fmt: NumberFormat, spans: Callable[[], Spans]
+) -> Tensor | None:
+    """``Kernels.packed_attention`` where it is compiled, and measured to be no slower."""
+    if not products.has("attention", q_1HND, fmt, differentiable=True):
+        return None
+    found: Tensor = differentiable.PackedAttention.of(q_1HND, k_1KND, v_1KND, fmt, spans())
+    return found
 
 
 def inverse_rms(x_NE: Tensor, eps: float) -> Tensor:

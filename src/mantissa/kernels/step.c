@@ -12,9 +12,11 @@ void mantissa_integers(const void *, const void *, void *, int, const float *, c
 int mantissa_codes(int, const void *, uint8_t *, float *, long, long);
 int mantissa_scaled(int, int, const void *, void *, long, long, unsigned, parallel);
 void mantissa_round(int, const float *, float *, long, unsigned, parallel);
-void mantissa_norm(int, int, const void *, const void *, const void *, void *, void *, long, long, float);
-void mantissa_swiglu(int, int, const void *, const void *, void *, long, long, long);
-void mantissa_rotate(int, int, const void *, const float *, const float *, void *, const long *);
+void mantissa_norm(int, int, const void *, const void *, const void *, void *, void *, long, long, float, unsigned,
+                   parallel);
+void mantissa_swiglu(int, int, const void *, const void *, void *, long, long, long, unsigned, parallel);
+void mantissa_rotate(int, int, const void *, const float *, const float *, void *, const long *, int, unsigned,
+                     parallel);
 int mantissa_attention(int, int, const void *, const void *, const void *, void *, const int64_t *, const long *, float,
                        unsigned, parallel);
 
@@ -138,10 +140,10 @@ static int attend(const struct decoder *d, const struct step *s, const struct ro
     const void *norm = k ? layer->key_norm : layer->query_norm;
     for (long r = 0; norm && r < s->rows; r++) {
       char *row = room->qkv + (from[k] + r * step[k]) * d->bytes;
-      mantissa_norm(d->bytes, d->format, row, NULL, norm, row, row, heads, size, d->eps);
+      mantissa_norm(d->bytes, d->format, row, NULL, norm, row, row, heads, size, d->eps, 1, NULL);
     }
-    long sizes[8] = {s->rows, heads, 1, size, step[k], size, step[k], size};
-    mantissa_rotate(d->bytes, d->format, room->qkv + from[k] * d->bytes, s->cos, s->sin, turned[k], sizes);
+    long sizes[11] = {s->rows, heads, 1, size, step[k], size, step[k], size, widths[k], size, size};
+    mantissa_rotate(d->bytes, d->format, room->qkv + from[k] * d->bytes, s->cos, s->sin, turned[k], sizes, 0, 1, NULL);
   }
   char *keys = s->cache[2 * number], *values = s->cache[2 * number + 1];
   append(d, s, keys, turned[1], widths[1] * d->bytes);
@@ -160,8 +162,12 @@ static int feed_forward(const struct decoder *d, const struct step *s, const str
   long widths[2] = {d->inner, d->inner}, from[2], step[2];
   if (project_all(d, s, room, layer->gate_up, widths, 2, room->normed, room->gate_up, from, step)) return 1;
   const char *gate = room->gate_up + from[0] * d->bytes, *up = room->gate_up + from[1] * d->bytes;
-  mantissa_swiglu(d->bytes, d->format, gate, up, room->inner, s->rows, d->inner, step[0]);
+  mantissa_swiglu(d->bytes, d->format, gate, up, room->inner, s->rows, d->inner, step[0], 1, NULL);
   return project(d, s, room, &layer->down, room->inner, room->added);
+}
+
+static void normed(const struct decoder *d, const struct step *s, void *x, const void *added, const void *weight, void *y) {
+  mantissa_norm(d->bytes, d->format, x, added, weight, x, y, s->rows, d->hidden, d->eps, 1, NULL);
 }
 
 /* Not 0: there is no memory. */
@@ -171,11 +177,11 @@ int mantissa_step(const struct decoder *d, const struct step *s) {
   for (long n = 0; n < d->count; n++) {
     const struct layer *layer = d->layers + n;
     const void *added = n ? room.added : NULL;
-    mantissa_norm(d->bytes, d->format, s->x, added, layer->norm, s->x, room.normed, s->rows, d->hidden, d->eps);
+    normed(d, s, s->x, added, layer->norm, room.normed);
     if (attend(d, s, &room, layer, n)) return 1;
-    mantissa_norm(d->bytes, d->format, s->x, room.added, layer->second_norm, s->x, room.normed, s->rows, d->hidden, d->eps);
+    normed(d, s, s->x, room.added, layer->second_norm, room.normed);
     if (feed_forward(d, s, &room, layer)) return 1;
   }
-  mantissa_norm(d->bytes, d->format, s->x, room.added, d->norm, s->x, s->out, s->rows, d->hidden, d->eps);
+  normed(d, s, s->x, room.added, d->norm, s->out);
   return 0;
 }

@@ -63,6 +63,9 @@ class Traced:
         value = getattr(self._kernels, name)  # format, dtype, weight, copied: nothing that a forward computes
         return functools.partial(self._watch, name, value) if name in _WATCHED else value
 
+    def packed_attention(self, *_: Any) -> None:
+        """Notes are taken of whole sequences."""
+
     def add_norm(self, *args: Any) -> tuple[Tensor, Tensor]:
         """Two results, noted as the sum's and the norm's whether or not one kernel gave both."""
         total, normed = self._kernels.add_norm(*args)

@@ -68,6 +68,25 @@ typedef __m256i integers;
 
 typedef void (*parallel)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel, of torch's own threads */
 
+/* Work in `count` parts, of which `taken` were begun: threads take the next one. */
+struct shared {
+  void (*part)(void *, long);
+  void *of;
+  long count, taken;
+};
+
+static inline void take_parts(void *of) {
+  struct shared *s = of;
+  long at;
+  while ((at = __atomic_fetch_add(&s->taken, 1, __ATOMIC_RELAXED)) < s->count) s->part(s->of, at);
+}
+
+static inline void share(void (*part)(void *, long), void *of, long count, unsigned threads, parallel team) {
+  struct shared s = {part, of, count, 0};
+  if (team && threads > 1 && count > 1) team(take_parts, &s, threads, 0);
+  else take_parts(&s);
+}
+
 /* Round to nearest, ties to even; NaN stays NaN. */
 INLINE uint16_t to_bf16(float value) {
   uint32_t bits;

@@ -30,6 +30,7 @@ tokens, U distinct prompts, P prompt tokens right-padded, E features, V words, H
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -43,6 +44,7 @@ from mantissa.base.bounds import count
 from mantissa.base.errors import MantissaError
 from mantissa.base.ranks import ALONE, Ranks
 from mantissa.kernels import Kernels, Traced
+from mantissa.kernels.compiled import Spans
 from mantissa.model import Decoder, Replay, Replayed, Route
 from mantissa.precision import entropy
 from mantissa.rl.experience import Sequences
@@ -70,6 +72,7 @@ class Packed:
     position it stands for. ``packed_BT``: the packed position of each one; 0 where there is none (padding and last
     tokens), which no position that counts sees. ``owner_B``: the first sequence with the same prompt, one with a
     response where there is one, for of an empty one's last position an engine says nothing.
+    ``prompt_length_B``, ``length_B``: the sequences'.
     """
 
     tokens_N: Tensor
@@ -77,6 +80,8 @@ class Packed:
     source_N: Tensor
     packed_BT: Tensor
     owner_B: Tensor
+    prompt_length_B: Tensor
+    length_B: Tensor
 
     @staticmethod
     def of(sequences: Sequences) -> Packed:
@@ -92,7 +97,8 @@ class Packed:
         source_N = kept_BT.flatten().nonzero().squeeze(1)
         number_BT = (kept_BT.flatten().cumsum(0) - 1).view(rows, width)
         packed_BT = torch.where(prompt_BT, number_BT[owner_B], number_BT).masked_fill_(~real_BT, 0)
-        return Packed(tokens_BT.flatten()[source_N], source_N % width, source_N, packed_BT, owner_B)
+        lengths = sequences.prompt_length_B, sequences.length_B
+        return Packed(tokens_BT.flatten()[source_N], source_N % width, source_N, packed_BT, owner_B, *lengths)
 
     def hidden(self, model: Decoder, kernels: Kernels, route: Route | None = None) -> Tensor:
         """Final hidden states of the packed positions, N,E."""
@@ -105,6 +111,9 @@ class Packed:
             return F.embedding(packed, x_NE).view(rows, width, heads, size).transpose(1, 2)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out_1HND = kernels.packed_attention(q, k, v, lambda: self.spans)
+            if out_1HND is not None:
+                return out_1HND
             out_BHTD = kernels.causal_attention(spread(q), spread(k), spread(v))
             _, heads, _, size = out_BHTD.shape
             out_NE = F.embedding(self.source_N, out_BHTD.transpose(1, 2).reshape(rows * width, heads * size))
@@ -112,6 +121,18 @@ class Packed:
 
         tokens_1N, positions_1N = self.tokens_N.unsqueeze(0), self.positions_N.unsqueeze(0)
         return model.hidden(tokens_1N, kernels, positions_1N, attend, route).squeeze(0)
+
+    @functools.cached_property
+    def spans(self) -> Spans:
+        """Where each prompt and each response lies: side by side, since rows are packed one after another."""
+        packed_BT, prompt_B, owner_B = self.packed_BT.cpu(), self.prompt_length_B.cpu(), self.owner_B.cpu()
+        predict_B = (self.length_B.cpu() - prompt_B - 1).clamp(min=0)  # the last of a response predicts none
+        last = packed_BT.shape[1] - 1
+        begin_B = packed_BT.gather(1, prompt_B.clamp(max=last).unsqueeze(1)).squeeze(1)
+        owner_U, count_U = torch.unique(owner_B, return_counts=True)
+        stop_U, order_B = count_U.cumsum(0), owner_B.argsort(stable=True)
+        prompts_U4 = torch.stack((packed_BT[owner_U, 0], prompt_B[owner_U], stop_U - count_U, stop_U), 1)
+        return Spans(prompts_U4, torch.stack((begin_B, predict_B), 1)[order_B].contiguous())
 
     def replayed(self, sequences: Sequences, replay: Replay | None) -> Replayed | None:
         """The rollout's experts of the packed positions, to be taken as ``replay`` says or only compared with."""

@@ -14,19 +14,19 @@ Legend: N rows, E features in, F features out, V vocabulary, X experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from mantissa.kernels import compiled
-from mantissa.kernels.compiled import Laid, is_laid
+from mantissa.kernels.compiled import Laid, Spans, is_laid
 from mantissa.kernels.cpu import CpuProducts
+from mantissa.kernels.differentiable import Operation
 from mantissa.kernels.exact.kernels import PART, ExactAttention, Planned, cached, laid, product
 from mantissa.kernels.exact.plan import ExactPlan
 from mantissa.kernels.native import NativeKernels
-from mantissa.kernels.simulated import Operation, ProductOf, inverse_rms, norm_gradients
+from mantissa.kernels.simulated import ProductOf, inverse_rms, norm_gradients
 from mantissa.precision import BF16, FP32, BlockScaled, NumberFormat, round_to_format
 
 
@@ -88,13 +88,15 @@ class ExactBf16Kernels(Planned, NativeKernels):
         return product(x_NE.float(), _dense(weight_VE, torch.float32), self.plan.product(weight_VE.shape))
 
     def by_rows(self, x_NE: Tensor, width: int = 0) -> bool:
-        return self.copies and self.in_order(x_NE, width)
+        return self.in_order(x_NE, width)
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        return _RMSNorm.of(x_NE, self.weight(weight_E), eps, self)
+        if self.by_rows(x_NE):
+            return super().rms_norm(x_NE, weight_E, eps)
+        return _RMSNorm.of(x_NE, self.weight(weight_E), eps)
 
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
-        return _SwiGLU.of(gate_NE, up_NE, self)
+        return super().swiglu(gate_NE, up_NE) if self.by_rows(gate_NE) else _SwiGLU.of(gate_NE, up_NE)
 
     def sigmoid(self, x_NE: Tensor) -> Tensor:
         return _Sigmoid.apply(x_NE)
@@ -104,6 +106,11 @@ class ExactBf16Kernels(Planned, NativeKernels):
         wide = (x.float() for x in (q_BHTD, k_BKTD, v_BKTD))
         cache = FP32 if self.kv_format is BF16 else self.kv_format  # as they are
         return ExactAttention.of(*wide, BF16, self.products, cache, self.plan.attention).bfloat16()
+
+    def packed_attention(
+        self, q_1HND: Tensor, k_1KND: Tensor, v_1KND: Tensor, spans: Callable[[], Spans]
+    ) -> Tensor | None:
+        return self.packed(q_1HND, k_1KND, v_1KND, spans) if self.kv_format is BF16 else None
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         self.plan.check_length(k_BKSD.shape[2])
@@ -127,42 +134,33 @@ def _normed(x_NE: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 class _RMSNorm(Operation):
-    """As ``simulated.RMSNorm``: y = round(w * n), n and s by ``_normed``, or compiled where a rollout's is."""
+    """As ``simulated.RMSNorm``: y = round(w * n), n and s by ``_normed``."""
 
     @staticmethod
-    def forward(ctx: Any, x_NE: Tensor, weight_E: Tensor, eps: float, kernels: Planned) -> Tensor:
-        if kernels.in_order(x_NE):
-            ctx.save_for_backward(x_NE, weight_E)
-            ctx.eps = eps
-            return compiled.norm(x_NE, weight_E, eps, BF16)[1]
+    def forward(ctx: Any, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         normed, scale = _normed(x_NE, eps)
         ctx.save_for_backward(x_NE, weight_E, scale)
         return normed * weight_E
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_NE, weight_E, *scale = ctx.saved_tensors
-        scale_N1 = scale[0] if scale else inverse_rms(x_NE, ctx.eps)
-        return *norm_gradients(ctx, grads[0], x_NE, weight_E, scale_N1, Tensor.bfloat16), None, None
+        x_NE, weight_E, scale_N1 = ctx.saved_tensors
+        return *norm_gradients(ctx, grads[0], x_NE, weight_E, scale_N1, Tensor.bfloat16), None
 
 
 class _SwiGLU(Operation):
     """y = round(silu(g)) * u, silu(g) = g / (1 + exp(-g)) in fp32: ``ExactKernels`` says why not torch's own."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: Planned) -> Tensor:
-        if kernels.in_order(gate):
-            ctx.save_for_backward(gate, up)
-            return compiled.swiglu(gate, up, BF16)
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         silu = _silu(gate)
         ctx.save_for_backward(gate, up, silu)
         return silu * up
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, *silu = ctx.saved_tensors
-        rounded = silu[0] if silu else F.silu(gate)
-        return torch.ops.aten.silu_backward(grads[0] * up, gate), grads[0] * rounded, None
+        gate, up, silu = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grads[0] * up, gate), grads[0] * silu
 
 
 def _silu(gate: Tensor) -> Tensor:

@@ -73,6 +73,12 @@ class ExactGpuKernels(NativeKernels):
 
         return Rotate.apply(x_BHTD, cos_BTD, sin_BTD)
 
+    def by_rows(self, x_NE: Tensor, width: int = 0) -> bool:
+        return False  # nothing of a CPU's, where Triton is interpreted
+
+    def packed_attention(self, *_: Any) -> None:
+        return None
+
     def causal_attention(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
         from mantissa.kernels.triton.attention import CausalInvariantAttention
 

@@ -29,21 +29,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mantissa.kernels import compiled, cpu
-from mantissa.kernels.compiled import Kind, Laid, rounded, rounded_
+from mantissa.kernels import compiled, cpu, differentiable
+from mantissa.kernels.compiled import Kind, Laid, Spans, rounded_
 from mantissa.kernels.cpu import Products
+from mantissa.kernels.differentiable import Operation
 from mantissa.kernels.exact.plan import AttentionChoice, Choice, ExactPlan, pieces
 from mantissa.kernels.simulated import (
     CausalAttention,
-    Operation,
-    RMSNorm,
     SimulatedKernels,
     _fold,
     _Sigmoid,
     _SwiGLU,
-    inverse_rms,
     mask_beyond,
-    norm_gradients,
 )
 from mantissa.precision import FP32, Fp8Policy, NumberFormat, round_cached
 
@@ -58,8 +55,18 @@ class Planned:
     format: NumberFormat
 
     def in_order(self, x_NE: Tensor, width: int = 0) -> bool:
-        """Whether compiled code computes rows like these, in both policies; to be asked where nothing is recorded."""
-        return self.plan.attention.way == "in order" and self.products.has("rows", x_NE, self.format, width)
+        """Whether compiled code computes rows like these, in both policies."""
+        has = self.products.has("rows", x_NE, self.format, width, differentiable=True)
+        return has and self.plan.attention.way == "in order"
+
+    def packed(self, q_1HND: Tensor, k: Tensor, v: Tensor, spans: Callable[[], Spans]) -> Tensor | None:
+        """``packed_attention``, where a cache in the format makes keys and values no coarser."""
+        if self.plan.attention.way != "in order":
+            return None
+        found = spans()
+        self.plan.check_length(found.longest[0])
+        out: Tensor = differentiable.PackedAttention.of(q_1HND, k, v, self.format, found)
+        return out
 
 
 class ExactKernels(Planned, SimulatedKernels):
@@ -86,7 +93,7 @@ class ExactKernels(Planned, SimulatedKernels):
         self.kv_format = kv_format or fmt
 
     def by_rows(self, x_NE: Tensor, width: int = 0) -> bool:
-        return self.weights_on_grid and self.in_order(x_NE, width)
+        return self.in_order(x_NE, width)
 
     def laid(self, copy: Tensor, layer: str = "") -> Tensor:
         return laid(copy, self.plan.products, self.kind_of(layer)) if self.weights_on_grid else copy
@@ -96,11 +103,10 @@ class ExactKernels(Planned, SimulatedKernels):
         out_NF = product(x_NE, weight_FE, self.plan.product(weight_FE.shape))
         return out_NF if bias_F is None else out_NF.add_(bias_F)
 
-    def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        return _ExactRMSNorm.of(x_NE, self.weight(weight_E), eps, self.format, self)
-
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
-        return _ExactSwiGLU.of(gate_NE, up_NE, self.format, self)
+        if self.by_rows(gate_NE):
+            return super().swiglu(gate_NE, up_NE)
+        return _ExactSwiGLU.of(gate_NE, up_NE, self.format)
 
     def sigmoid(self, x_NE: Tensor) -> Tensor:
         return _Sigmoid.of(x_NE, self.format, lambda x: torch.neg(x).exp_().add_(1.0).reciprocal_())
@@ -110,44 +116,23 @@ class ExactKernels(Planned, SimulatedKernels):
         choice = self.plan.attention
         return ExactAttention.of(q_BHTD, k_BKTD, v_BKTD, self.format, self.products, self.kv_format, choice)
 
+    def packed_attention(
+        self, q_1HND: Tensor, k_1KND: Tensor, v_1KND: Tensor, spans: Callable[[], Spans]
+    ) -> Tensor | None:
+        return self.packed(q_1HND, k_1KND, v_1KND, spans) if self.kv_format is self.format else None
+
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         self.plan.check_length(k_BKSD.shape[2])
         return cached(q_BHD, k_BKSD, v_BKSD, length_B, self.format, self.plan.attention, self._mask)
 
 
-class _ExactRMSNorm(RMSNorm):
-    """``RMSNorm``, compiled where a rollout's is; its backward then makes the scale, by torch's sum."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, eps: float, fmt: NumberFormat, kernels: Planned
-    ) -> Tensor:
-        if not kernels.in_order(x):
-            return RMSNorm.forward(ctx, x, weight, eps, fmt)
-        ctx.save_for_backward(x, weight)
-        ctx.fmt, ctx.eps = fmt, eps
-        return compiled.norm(x, weight, eps, fmt)[1]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight, *scale = ctx.saved_tensors
-        scale_N1 = scale[0] if scale else inverse_rms(x, ctx.eps)
-        grad, fmt = rounded(grads[0], ctx.fmt), ctx.fmt
-        return *norm_gradients(ctx, grad, x, weight, scale_N1, lambda x: rounded_(x, fmt)), None, None, None
-
-
 class _ExactSwiGLU(_SwiGLU):
-    """The forward of ``_SwiGLU``, compiled where a rollout's is; else with x / (1 + exp(-x)) for silu: where exp(-x) is
-    inf the result is -0, as it is."""
+    """The forward of ``_SwiGLU`` with x / (1 + exp(-x)) for silu: where exp(-x) is inf the result is -0, as it is."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, gate: Tensor, up: Tensor, fmt: NumberFormat, kernels: Planned
-    ) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, fmt: NumberFormat) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.fmt = fmt
-        if kernels.in_order(gate):
-            return compiled.swiglu(gate, up, fmt)
         if gate.numel() <= PART:
             return _swiglu(gate, up, torch.neg(gate), fmt)
         out = torch.empty(gate.shape, device=gate.device)
@@ -155,10 +140,6 @@ class _ExactSwiGLU(_SwiGLU):
         for gate_N, up_N, out_N in zip(*(x.reshape(-1).split(PART) for x in (gate, up, out)), strict=True):
             _swiglu(gate_N, up_N, torch.neg(gate_N, out=out_N), fmt)
         return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *_SwiGLU.backward(ctx, *grads), None
 
 
 def _swiglu(gate: Tensor, up: Tensor, negated: Tensor, fmt: NumberFormat) -> Tensor:
