@@ -16,10 +16,13 @@ sum an output, whose order the instruction defines whatever rows stand beside it
 #define ROWS 6
 #define LINE 32
 #define AT_ONCE 512 /* inputs at a time: a block of them stays in the cache from one group of rows to the next */
+#define FEW 96      /* rows below which it is to be the first one, of 32 kB, for memory is what they wait for */
 #define GROUP 256 /* rows whose sums stay in the cache until they are rounded */
 #define CACHED (1 << 18) /* bytes of x that tiles read block after block */
 #define AHEAD 8192 /* bytes of a weight that are asked for before their turn: memory takes long to answer */
 enum { BLOCK = LANES * VECTORS };
+
+INLINE long inputs_at_once(long rows) { return rows < FEW ? (1 << 15) / (4 * BLOCK) : AT_ONCE; }
 
 enum kind { OF_FP32, OF_BF16, OF_FP16, PAIRS, OF_INT8 };
 
@@ -38,16 +41,25 @@ INLINE void ask_for(const void *weight, long bytes) {
   UNROLL(long k = 0; k < bytes; k += 64) _mm_prefetch((const char *)weight + AHEAD + k, _MM_HINT_T0);
 }
 
-/* The sums of `rows` rows by one block over `count` inputs; `begun`: y holds those of the inputs before; `first`: these
-rows bring the block from the memory. */
+/* What a pass over a block asks the memory for beside its sums: at each step `lines` lines from `from` + `bytes` each. */
+struct ahead {
+  const char *from;
+  int lines, bytes;
+};
+
+INLINE void ask_ahead(struct ahead next, long step) {
+  UNROLL(int k = 0; k < next.lines; k++) _mm_prefetch(next.from + step * next.bytes + k * 64, _MM_HINT_T1);
+}
+
+/* The sums of `rows` rows by one block over `count` inputs; `begun`: y holds those of the inputs before. */
 #define MICRO(NAME, VALUE, LOAD)                                                                                  \
   INLINE void NAME(const int rows, const VALUE *w, const float *x, long in, long count, float *y, long out,       \
-                   int begun, const int first) {                                                                  \
+                   int begun, const struct ahead next) {                                                          \
     vector sum[ROWS][VECTORS], v[VECTORS];                                                                        \
     UNROLL(int r = 0; r < rows; r++)                                                                              \
     UNROLL(int k = 0; k < VECTORS; k++) sum[r][k] = begun ? load_fp32(y + r * out + k * LANES) : zero();          \
     for (long e = 0; e < count; e++, w += BLOCK) {                                                                \
-      if (first) ask_for(w, BLOCK * sizeof *w);                                                                   \
+      ask_ahead(next, e);                                                                                         \
       UNROLL(int k = 0; k < VECTORS; k++) v[k] = LOAD(w + k * LANES);                                             \
       UNROLL(int r = 0; r < rows; r++) {                                                                          \
         vector one = all(x[r * in + e]);                                                                          \
@@ -63,13 +75,13 @@ MICRO(micro_fp16, uint16_t, load_fp16)
 
 #ifdef __AVX512BF16__
 INLINE void micro_pairs(const int rows, const uint16_t *w, const uint16_t *x, long in, long count, float *y, long out,
-                        int begun, const int first) {
+                        int begun, const struct ahead next) {
   vector sum[ROWS][VECTORS];
   __m512bh v[VECTORS];
   UNROLL(int r = 0; r < rows; r++)
   UNROLL(int k = 0; k < VECTORS; k++) sum[r][k] = begun ? load_fp32(y + r * out + k * LANES) : zero();
   for (long e = 0; e < count; e += 2, w += 2 * BLOCK) {
-    if (first) ask_for(w, 2 * BLOCK * sizeof *w);
+    ask_ahead(next, e / 2);
     UNROLL(int k = 0; k < VECTORS; k++) v[k] = (__m512bh)_mm512_loadu_si512(w + 2 * k * LANES);
     UNROLL(int r = 0; r < rows; r++) {
       int pair;
@@ -85,12 +97,12 @@ INLINE void micro_pairs(const int rows, const uint16_t *w, const uint16_t *x, lo
 #ifdef __AVX512VNNI__
 /* The processor multiplies unsigned codes of x by signed ones: x comes 128 larger. y holds the sums as integers. */
 INLINE void micro_int8(const int rows, const int8_t *w, const uint8_t *x, long in, long count, float *y, long out,
-                       int begun, const int first) {
+                       int begun, const struct ahead next) {
   __m512i sum[ROWS][VECTORS], v[VECTORS];
   UNROLL(int r = 0; r < rows; r++)
   UNROLL(int k = 0; k < VECTORS; k++) sum[r][k] = begun ? _mm512_loadu_si512(y + r * out + k * LANES) : all_bits(0);
   for (long e = 0; e < count; e += 4, w += 4 * BLOCK) {
-    if (first) ask_for(w, 4 * BLOCK);
+    ask_ahead(next, e / 4);
     UNROLL(int k = 0; k < VECTORS; k++) v[k] = _mm512_loadu_si512(w + 4 * k * LANES);
     UNROLL(int r = 0; r < rows; r++) {
       int four;
@@ -103,29 +115,52 @@ INLINE void micro_int8(const int rows, const int8_t *w, const uint8_t *x, long i
 }
 #endif
 
-/* One block of outputs for some rows; `out`: from a row's sums to the next's. One row reads the block in one go. */
+/* Some inputs of one block of outputs for some rows; `out`: from a row's sums to the next's. Where the rows are one pass,
+it asks for what it reads itself, a little later; where they are more, together they ask for what comes `next`, so that
+memory answers while they multiply. `bytes`: that the next ones take of a step (0: nobody asks), `LINES` lines of them. */
+/* The last argument where `some` is 0, else the one before it. */
+#define OR(some, MICRO, rows, w, x, in, count, y, out, begun, none, soon)                                           \
+  ((some) ? MICRO(rows, w, x, in, count, y, out, begun, none) : MICRO(rows, w, x, in, count, y, out, begun, soon))
+
 #define OF_BLOCK(NAME, VALUE, OPERAND, MICRO)                                                                     \
   INLINE void NAME##_part(const VALUE *w, const OPERAND *x, long in, long count, float *y, long rows, long out,   \
-                          int begun, const int first) {                                                           \
-    long r = 0;                                                                                                   \
-    if (rows >= ROWS) MICRO(ROWS, w, x, in, count, y, out, begun, first), r = ROWS;                               \
-    for (; r + ROWS <= rows; r += ROWS) MICRO(ROWS, w, x + r * in, in, count, y + r * out, out, begun, 0);        \
+                          int begun, const char *next, const int bytes) {                                         \
+    const int lines = (bytes + 63) / 64;                                                                          \
+    const struct ahead soon = {(const char *)w + AHEAD, lines, bytes}, none = {next, 0, 0};                       \
+    long passes = rows / ROWS, r = 0;                                                                             \
+    if (passes == 1) MICRO(ROWS, w, x, in, count, y, out, begun, soon), r = ROWS;                                 \
+    for (int asked = 0; r + ROWS <= rows; r += ROWS) {                                                            \
+      const char *from = next + asked * 64;                                                                       \
+      long each = asked >= lines ? 0 : passes >= 4 ? 1 : passes >= 2 ? 2 : 4;                                     \
+      asked += each;                                                                                              \
+      if (!each) MICRO(ROWS, w, x + r * in, in, count, y + r * out, out, begun, none);                            \
+      else if (each == 1 || lines == 1)                                                                           \
+        MICRO(ROWS, w, x + r * in, in, count, y + r * out, out, begun, ((struct ahead){from, 1, bytes}));         \
+      else MICRO(ROWS, w, x + r * in, in, count, y + r * out, out, begun, ((struct ahead){from, 2, bytes}));      \
+    }                                                                                                             \
     const OPERAND *left = x + r * in;                                                                             \
     float *sums = y + r * out;                                                                                    \
-    int new = first && r == 0;                                                                                    \
     switch (rows - r) {                                                                                           \
-      case 5: MICRO(5, w, left, in, count, sums, out, begun, new); break;                                         \
-      case 4: MICRO(4, w, left, in, count, sums, out, begun, new); break;                                         \
-      case 3: MICRO(3, w, left, in, count, sums, out, begun, new); break;                                         \
-      case 2: MICRO(2, w, left, in, count, sums, out, begun, new); break;                                         \
-      case 1: MICRO(1, w, left, in, count, sums, out, begun, new); break;                                         \
+      case 5: OR(r, MICRO, 5, w, left, in, count, sums, out, begun, none, soon); break;                         \
+      case 4: OR(r, MICRO, 4, w, left, in, count, sums, out, begun, none, soon); break;                         \
+      case 3: OR(r, MICRO, 3, w, left, in, count, sums, out, begun, none, soon); break;                         \
+      case 2: OR(r, MICRO, 2, w, left, in, count, sums, out, begun, none, soon); break;                         \
+      case 1: OR(r, MICRO, 1, w, left, in, count, sums, out, begun, none, soon); break;                         \
     }                                                                                                             \
   }                                                                                                               \
   static void NAME(const VALUE *w, const OPERAND *x, float *y, long rows, long in, long out) {                    \
-    long step = rows == 1 ? in : AT_ONCE;                                                                         \
-    for (long e = 0; e < in; e += step)                                                                           \
-      NAME##_part(w + e * BLOCK, x + e, in, in - e < step ? in - e : step, y, rows, out, e > 0, 1);               \
+    long step = rows == 1 ? in : inputs_at_once(rows);                                                            \
+    for (long e = 0; e < in; e += step) {                                                                         \
+      long count = in - e < step ? in - e : step;                                                                 \
+      const VALUE *from = w + e * BLOCK;                                                                          \
+      NAME##_part(from, x + e, in, count, y, rows, out, e > 0, (const char *)(from + count * BLOCK), STEP_OF_##MICRO);  \
+    }                                                                                                             \
   }
+#define STEP_OF_micro_fp32 (4 * BLOCK)
+#define STEP_OF_micro_bf16 (2 * BLOCK)
+#define STEP_OF_micro_fp16 (2 * BLOCK)
+#define STEP_OF_micro_pairs (4 * BLOCK)
+#define STEP_OF_micro_int8 (4 * BLOCK)
 OF_BLOCK(block_fp32, float, float, micro_fp32)
 OF_BLOCK(few_bf16, uint16_t, float, micro_bf16)
 OF_BLOCK(few_fp16, uint16_t, float, micro_fp16)
@@ -138,13 +173,11 @@ OF_BLOCK(few_fp16, uint16_t, float, micro_fp16)
       FEW(w, x, y, rows, in, out);                                                                                \
       return;                                                                                                     \
     }                                                                                                             \
-    for (long e = 0; e < in; e += AT_ONCE) {                                                                      \
-      long count = in - e < AT_ONCE ? in - e : AT_ONCE;                                                           \
-      for (long k = 0; k < count; k++, w += BLOCK) {                                                              \
-        ask_for(w, BLOCK * sizeof *w);                                                                            \
+    for (long e = 0, step = inputs_at_once(rows); e < in; e += step) {                                            \
+      long count = in - e < step ? in - e : step;                                                                 \
+      for (long k = 0; k < count; k++, w += BLOCK)                                                                \
         UNROLL(int v = 0; v < VECTORS; v++) store(wide + k * BLOCK + v * LANES, LOAD(w + v * LANES));             \
-      }                                                                                                           \
-      block_fp32_part(wide, x + e, in, count, y, rows, out, e > 0, 0);                                            \
+      block_fp32_part(wide, x + e, in, count, y, rows, out, e > 0, (const char *)w, 2 * BLOCK);                   \
     }                                                                                                             \
   }
 WIDENED(block_bf16, few_bf16, load_bf16)
