@@ -23,7 +23,7 @@ import torch
 from rl_problem import ALPHABET, SHAPE, WORKS, Work, reward, worker_arguments
 from workers import serve
 
-from mantissa.base.environ import keep_freed_memory
+from mantissa.base.environ import keep_freed_memory, settled
 from mantissa.model import Decoder, FreshModelConfig, character_tokenizer, save_model
 from mantissa.rl import RunConfig, make_config
 from mantissa.rl.assemble import Parts, assemble
@@ -149,7 +149,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     stepper = Stepper(arguments.folder, WORKS[arguments.work], arguments.precision, arguments.device, arguments.model)
     try:
-        serve(stepper.about, stepper)
+        with settled():  # as the run's own loop
+            serve(stepper.about, stepper)
     finally:
         stepper.close()
 

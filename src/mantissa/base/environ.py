@@ -26,6 +26,7 @@ mistake that is easily made. Measured again, it costs 4-8% alone, and less gain 
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import os
 import platform
@@ -151,6 +152,18 @@ def keep_freed_memory() -> bool:
         return False
     agreed = [libc.mallopt(parameter, value) for parameter, value in _SETTINGS.values()]
     return agreed == [1] * len(_SETTINGS)
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """Within this, Python's collector passes over what was there before: a run's modules, configuration and imports,
+    which live as long as it does. Looking through them again and again took 3% of a small model's step."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def spin_briefly() -> bool:

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from mantissa.algorithms import aggregation_scale
 from mantissa.algorithms.correction import CorrectionConfig
+from mantissa.base.environ import settled
 from mantissa.base.errors import MantissaError, StoppedError, on_failure
 from mantissa.base.functions import IMPORT_PATH, source_digest
 from mantissa.base.ranks import ALONE, Ranks, choose_device, join, world_size
@@ -394,14 +395,15 @@ def go(run: Run) -> bool:
     run.source.start(step, run.learner.weights, run.learner.version, run.ahead)
     hold_room(run, step)
     try:
-        while step < run.config.steps and not run.fell_back:
-            try:
-                row = take_step(run, step + 1)
-            except SampleAgain:
-                run.source.again(run.position)
-            else:
-                step += 1
-                settle(run, step, row)
+        with settled():
+            while step < run.config.steps and not run.fell_back:
+                try:
+                    row = take_step(run, step + 1)
+                except SampleAgain:
+                    run.source.again(run.position)
+                else:
+                    step += 1
+                    settle(run, step, row)
     finally:
         run.source.close()
         run.room.release()
