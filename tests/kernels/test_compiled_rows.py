@@ -74,22 +74,20 @@ def test_what_is_not_finite_or_large_stays_so() -> None:
     assert normed[1].isnan().all()
 
 
-@torch.no_grad()
-def test_a_policy_that_trains_and_other_widths_have_their_own_way_and_an_exact_one_as_planned() -> None:
+def test_a_policy_that_trains_has_the_same_rows_other_widths_their_own_way_and_an_exact_one_as_planned() -> None:
     table = replace(cpu.products(), compiled=compiled.parts())
     row = torch.ones(2, 64)
-    copies = NativeKernels(FP32, table=table, copies=True)
-    assert copies.by_rows(row)
-    assert not copies.by_rows(torch.ones(2, 6))
-    assert not NativeKernels(FP32, table=table).by_rows(row)
-    assert not SimulatedKernels(FP16, table=table).by_rows(row)
-    assert not NativeKernels(FP32, table=replace(table, compiled=("fp32",)), copies=True).by_rows(row)
+    for kernels in (NativeKernels(FP32, table=table, copies=True), NativeKernels(FP32, table=table)):
+        assert kernels.by_rows(row)
+        assert not kernels.by_rows(torch.ones(2, 6))
+        assert not kernels.by_rows(row.double())
+    assert SimulatedKernels(FP16, table=table).by_rows(row)
+    assert not NativeKernels(FP32, table=replace(table, compiled=("fp32",))).by_rows(row)
     for way in ("in order", "tiles"):
         plan = ExactPlan({}, AttentionChoice(way))
-        assert ExactKernels(FP32, plan, weights_on_grid=True, table=table).by_rows(row) == (way == "in order")
-        assert not ExactKernels(FP32, plan, table=table).by_rows(row)
-    with torch.enable_grad():
-        assert not copies.by_rows(row)
+        for copies in (False, True):
+            exact = ExactKernels(FP32, plan, weights_on_grid=copies, table=table)
+            assert exact.by_rows(row) == exact.in_order(row) == (way == "in order")
 
 
 @pytest.mark.parametrize("fmt", [FP32, FP16, BF16])
