@@ -176,6 +176,26 @@ def test_rows_and_gradients_are_those_of_torchs_operations(name: str, fmt: Numbe
         assert fmt is FP32 or torch.equal(one.float(), round_to_format(one.float(), fmt)) or one.dim() == 1
 
 
+@FORMATS
+def test_attention_of_whole_sequences_is_the_packed_one_and_the_rollout_s(fmt: NumberFormat) -> None:
+    table = cpu.products()
+    tables = [replace(table, compiled=compiled.parts()), replace(table, compiled=())]
+    ours, theirs = (NativeKernels(fmt, table=t) if fmt is FP32 else SimulatedKernels(fmt, table=t) for t in tables)
+    shapes = [(3, 37, count, 32) for count in (6, 2, 2, 6)]
+    *given, grad = (drawn(fmt, *shape, seed=seed).transpose(1, 2) for seed, shape in enumerate(shapes))
+    leaves = [x.requires_grad_() for x in given]
+    out, expected = (kernels.causal_attention(*leaves) for kernels in (ours, theirs))
+    with torch.no_grad():
+        assert torch.equal(out, compiled.attention(*leaves, fmt))
+        assert torch.equal(out, ours.causal_attention(*(x.contiguous() for x in leaves)))
+        keys = (torch.cat((x, x), 2) for x in leaves[1:])  # a cache that goes on
+        lengths = torch.full((3,), 37)
+        assert torch.equal(ours.cached_attention(leaves[0][:, :, -1], *keys, lengths), out[:, :, -1])
+    found = (torch.autograd.grad(x, leaves, grad) for x in (out, expected))
+    assert_near([out], [expected], 1e-6 if fmt is FP32 else fmt.epsilon)
+    assert_near(*found, 1e-6 if fmt is FP32 else 2 * fmt.epsilon)
+
+
 def test_an_overflow_stays_one() -> None:
     x, y = (drawn(FP16, 8, 64, seed=seed).requires_grad_() for seed in range(2))
     weight = torch.ones(64, requires_grad=True)

@@ -116,19 +116,33 @@ INLINE void weighed_all(const int rows, const float *p, long padded, long along,
 /* How many of LANES keys from `first` on a row sees that sees `seen`. */
 INLINE long among(long seen, long first) { return seen <= first ? 0 : seen - first < LANES ? seen - first : LANES; }
 
+/* The scores of `rows` rows (1 or 2) by LANES keys: half of the keys at a time, so that the sums stay in registers. */
+INLINE void scores_of(const int rows, const float *x, const float *keys, long step, long size, float scale, float *to,
+                      long padded) {
+  vector sum[2][LANES];
+  UNROLL(int half = 0; half < LANES; half += LANES / 2) {
+    vector part[2][LANES / 2];
+    UNROLL(int key = 0; key < LANES / 2; key++) part[0][key] = part[1][key] = zero();
+    for (long d = 0; d < size; d += LANES) {
+      vector one = load_fp32(x + d), other = rows == 2 ? load_fp32(x + size + d) : one;
+      UNROLL(int key = 0; key < LANES / 2; key++) {
+        vector value = load_fp32(keys + (half + key) * step + d);
+        part[0][key] = fused(one, value, part[0][key]);
+        if (rows == 2) part[1][key] = fused(other, value, part[1][key]);
+      }
+    }
+    UNROLL(int key = 0; key < LANES / 2; key++) sum[0][half + key] = part[0][key], sum[1][half + key] = part[1][key];
+  }
+  store(to, times(summed(sum[0]), all(scale)));
+  if (rows == 2) store(to + padded, times(summed(sum[1]), all(scale)));
+}
+
 /* to[r][j + key] = scale * x[r] . keys[key] of LANES keys from the j-th on, of the rows that see the j-th. */
 static void products(const float *x, long rows, long first, long group, const float *keys, long step, long j, long size,
                      float scale, float *to, long padded) {
-  for (long r = 0; r < rows; r++) {
-    if (SEEN(r) <= j) continue;
-    vector sum[LANES];
-    UNROLL(int key = 0; key < LANES; key++) sum[key] = zero();
-    for (long d = 0; d < size; d += LANES) {
-      vector one = load_fp32(x + r * size + d);
-      UNROLL(int key = 0; key < LANES; key++) sum[key] = fused(one, load_fp32(keys + key * step + d), sum[key]);
-    }
-    store(to + r * padded + j, times(summed(sum), all(scale)));
-  }
+  long r = j < first ? 0 : (j - first + 1) * group;
+  for (; r + 2 <= rows; r += 2) scores_of(2, x + r * size, keys, step, size, scale, to + r * padded + j, padded);
+  if (r < rows) scores_of(1, x + r * size, keys, step, size, scale, to + r * padded + j, padded);
 }
 
 /* Some queries of the heads that share keys. Row r is query r / group; `room`: scores, queries, results and a tile. */
@@ -152,13 +166,14 @@ static void of_rows(const struct attention *a, long sequence, long head, long st
   for (long j = 0; j < last; j += LANES) {
     ask_for(a, a->v, v + j * a->of_v[POSITION], a->of_v[POSITION]);
     const float *values = tile(a, a->v, v + j * a->of_v[POSITION], a->of_v[POSITION], among(last, j), wide, &step);
-    for (long r = 0; r < rows; r += 2) { /* a later row sees as many or more */
+    for (long r = 0; r < rows; r += TOGETHER) { /* a later row sees as many or more */
       const float *p = scores + r * a->padded + j;
-      long one = among(SEEN(r), j), other = r + 1 < rows ? among(SEEN(r + 1), j) : 0;
-      if (other) weighed_all(2, p, a->padded, 1, values, step, 0, one, out + r * size, size);
-      else weighed_all(1, p, a->padded, 1, values, step, 0, one, out + r * size, size);
-      if (other > one)
-        weighed_all(1, p + a->padded, a->padded, 1, values, step, one, other, out + (r + 1) * size, size);
+      long count = rows - r < TOGETHER ? rows - r : TOGETHER, alike = count == TOGETHER ? among(SEEN(r), j) : 0;
+      if (alike) weighed_all(TOGETHER, p, a->padded, 1, values, step, 0, alike, out + r * size, size);
+      for (long i = 0; i < count; i++)
+        if (among(SEEN(r + i), j) > alike)
+          weighed_all(1, p + i * a->padded, a->padded, 1, values, step, alike, among(SEEN(r + i), j), out + (r + i) * size,
+                      size);
     }
   }
   for (long r = 0; r < rows; r++) {

@@ -231,6 +231,14 @@ class Spans:
     prompts_U4: Tensor
     responses_B2: Tensor
 
+    @staticmethod
+    @functools.lru_cache(maxsize=64)
+    def whole(sequences: int, length: int) -> Spans:
+        """Sequences that share nothing, each ``length`` positions: prompts without a response."""
+        start_U = torch.arange(sequences) * length
+        prompts_U4 = torch.stack((start_U, torch.full_like(start_U, length), *[torch.zeros_like(start_U)] * 2), 1)
+        return Spans(prompts_U4, torch.zeros(0, 2, dtype=torch.int64))
+
     @functools.cached_property
     def longest(self) -> tuple[int, int]:
         """Keys of the longest sequence, and queries of the longest prompt or response."""

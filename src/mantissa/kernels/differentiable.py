@@ -134,3 +134,11 @@ class PackedAttention(Operation):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out = ctx.saved_tensors
         return *compiled.packed_attention_gradients(q, k, v, out, grads[0], ctx.fmt, ctx.spans), None, None
+
+
+def causal_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, fmt: NumberFormat) -> Tensor:
+    """``PackedAttention`` of whole sequences that share nothing. Shape of ``q``."""
+    batch, heads, length, size = q_BHTD.shape
+    packed = (x.transpose(1, 2).reshape(1, batch * length, -1, size).transpose(1, 2) for x in (q_BHTD, k_BKTD, v_BKTD))
+    out_1HND: Tensor = PackedAttention.of(*packed, fmt, Spans.whole(batch, length))
+    return out_1HND.transpose(1, 2).view(batch, length, heads, size).transpose(1, 2)

@@ -216,6 +216,8 @@ class NativeKernels:
                 q_BHTD.transpose(1, 2), k_BKTD.transpose(1, 2), v_BKTD.transpose(1, 2), causal=True
             )
             return out_BTHD.transpose(1, 2)
+        if self._is_read(q_BHTD) and self.products.has("attention", q_BHTD, self.format, differentiable=True):
+            return differentiable.causal_attention(q_BHTD, k_BKTD, v_BKTD, self.format)
         if not q_BHTD.is_cuda:  # in a half, torch's own is no faster, and rounds gradients at other places
             wide = (x.float() for x in (q_BHTD, k_BKTD, v_BKTD))
             return CausalAttention.of(*wide, self.format, self.products).to(self.dtype)

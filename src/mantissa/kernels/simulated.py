@@ -279,6 +279,8 @@ class SimulatedKernels:
         return total_NE, self.rms_norm(total_NE, weight_E, eps)
 
     def causal_attention(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
+        if self.products.has("attention", q_BHTD, self.format, differentiable=True):
+            return differentiable.causal_attention(q_BHTD, k_BKTD, v_BKTD, self.format)
         return CausalAttention.of(q_BHTD, k_BKTD, v_BKTD, self.format, self.products)
 
     def packed_attention(
