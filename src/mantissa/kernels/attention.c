@@ -294,7 +294,8 @@ static void accumulate(const struct packed *p, const float *x, const float *of, 
 
 static void backward_of(const struct packed *p, const struct span *s, long head, const float *k, const float *v, float *dk,
                         float *dv, float *room) {
-  long group = p->group, size = p->size, padded = (s->keys + LANES - 1) / LANES * LANES, most = group * p->at_once;
+  long group = p->group, size = p->size, most = group * p->at_once;
+  long padded = (s->keys + LANES - 1) / LANES * LANES + LANES; /* rows that are read column by column share no lines */
   float *q = room, *grad = q + most * size, *dq = grad + most * size, *line = dq + most * size;
   float *scores = line + p->at_once * size, *slopes = scores + most * padded;
   for (long start = 0; start < s->queries; start += p->at_once) {
@@ -352,7 +353,7 @@ static void backward_of(const struct packed *p, const struct span *s, long head,
 static long packed_room(const struct packed *p) {
   long most = p->group * p->at_once;
   long forward = 2 * p->group * p->queries * p->size + most * (p->longest + 2 * p->size) + LANES * p->size;
-  long backward = (3 * most + p->at_once) * p->size + 2 * most * p->longest;
+  long backward = (3 * most + p->at_once) * p->size + 2 * most * (p->longest + LANES);
   return (4 * p->longest * p->size + (forward > backward ? forward : backward) + 15) / 16 * 16;
 }
 

@@ -18,10 +18,10 @@ to 0.25, against 256 fused multiply-adds per element in a product with 128 featu
 Held in fp32, values on their blocks' grids (``round_in_blocks``, no codes) are multiplied by an ordinary product. On a
 tensor core codes are multiplied and each block's sum by two scales: the same sum, in another order of roundings.
 
+Attention, norms, SwiGLU and rotation are compiled, with their gradients, where a CPU has what that takes
+(``differentiable.py``); what follows here is how they are computed elsewhere, and what the compiled ones are held to.
 Causal attention goes in blocks of queries, in fp32 arithmetic, each result rounded where a flash kernel rounds. In
-fp32, where rounding is the identity, it is ``native.py``'s on a CPU too: for the short sequences of a small policy it
-takes 0.6 of the time of torch's flash kernel (512 rows of 40 positions, 4 heads of 32, 2 threads: 26 against 41 ms for
-forward and backward), and at 1024 positions no more.
+fp32, where rounding is the identity, it is ``native.py``'s on a CPU too.
 """
 
 from __future__ import annotations
