@@ -66,6 +66,28 @@ def test_to_a_half_it_is_the_cast(fmt: NumberFormat, threads: int) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("fmt", [BF16, FP16])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_is_on_the_grid_is_left_and_one_value_that_is_not_is_seen(fmt: NumberFormat, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for size in (1, 16, 17, 70_001):
+            x = round_to_format(torch.randn(size), fmt)
+            assert compiled.on_grid(x, fmt) is x
+            for at in {0, size // 2, size - 1}:
+                off = x.clone()
+                off[at] = 1 + fmt.epsilon / 8
+                assert_same_bits(compiled.on_grid(off, fmt), round_to_format(off, fmt))
+    finally:
+        torch.set_num_threads(before)
+    edge = torch.tensor([torch.inf, -torch.inf, 0.0, -0.0])
+    assert compiled.on_grid(edge, fmt) is edge
+    wrong = any_bits(100)
+    assert_same_bits(compiled.on_grid(wrong, fmt), round_to_format(wrong, fmt))
+    assert torch.equal(compiled.on_grid(edge[:2].double(), fmt), edge[:2].double())
+
+
 def test_what_it_does_not_serve_is_rounded_as_ever() -> None:
     x = torch.randn(6, 8)
     for given, fmt in ((x.t(), BF16), (x, DIAL["e8m3"]), (x.double(), FP16), (x.half(), BF16), (x, E4M3)):

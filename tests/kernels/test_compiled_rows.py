@@ -78,16 +78,16 @@ def test_a_policy_that_trains_has_the_same_rows_other_widths_their_own_way_and_a
     table = replace(cpu.products(), compiled=compiled.parts())
     row = torch.ones(2, 64)
     for kernels in (NativeKernels(FP32, table=table, copies=True), NativeKernels(FP32, table=table)):
-        assert kernels.by_rows(row)
-        assert not kernels.by_rows(torch.ones(2, 6))
-        assert not kernels.by_rows(row.double())
-    assert SimulatedKernels(FP16, table=table).by_rows(row)
-    assert not NativeKernels(FP32, table=replace(table, compiled=("fp32",))).by_rows(row)
+        assert kernels.compiles(row)
+        assert not kernels.compiles(torch.ones(2, 6))
+        assert not kernels.compiles(row.double())
+    assert SimulatedKernels(FP16, table=table).compiles(row)
+    assert not NativeKernels(FP32, table=replace(table, compiled=("fp32",))).compiles(row)
     for way in ("in order", "tiles"):
         plan = ExactPlan({}, AttentionChoice(way))
         for copies in (False, True):
             exact = ExactKernels(FP32, plan, weights_on_grid=copies, table=table)
-            assert exact.by_rows(row) == exact.in_order(row) == (way == "in order")
+            assert exact.compiles(row) == (way == "in order")
 
 
 @pytest.mark.parametrize("fmt", [FP32, FP16, BF16])

@@ -10,6 +10,12 @@ the instruction defines), so it does not depend on how many rows or threads ther
 Attention in one call computes each query's row by itself, in one order of its own: no mask, no rows beside it. int8's
 product and roundings have the bits of the Python that they stand for: which of the two ran is a matter of time alone.
 
+A policy that trains computes attention and rows by the same code, and their gradients by the families' formulas and
+roundings (``simulated.py``): the ``Operation``s below. By torch's operations more than half of a small model's training
+step (512 completions, hidden 128, fp32, one core) was passes over memory, and not products; here an operation reads
+its operands once and writes its result, and its backward likewise. Sums are fp32, in one order, whatever the number of
+threads. Gradients of gradients there are none.
+
 The library is built once a machine, in three seconds, and kept in the user's cache folder; a folder that others may
 write to is not used. ``cpu.py`` measures where it is not the slower one, and a run's table of products says so.
 
@@ -27,7 +33,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +41,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mantissa.base.environ import CPU_FLAGS
 from mantissa.base.errors import MantissaError
@@ -248,6 +255,9 @@ class Spans:
         return int(torch.cat((whole, prompts)).max()), int(torch.cat((responses, prompts)).max())
 
 
+SpansOf = Callable[[], Spans]  # made where somebody asks for them
+
+
 def _by_feature(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
@@ -381,17 +391,21 @@ def rounded_(x: Tensor, fmt: NumberFormat) -> Tensor:
     return x
 
 
+def on_grid(x: Tensor, fmt: NumberFormat) -> Tensor:
+    """``rounded``, or ``x`` itself where its values are the format's already: to see that takes a third of the time."""
+    return x if _in_one_pass(x, fmt) and not _round(x, None, fmt) else rounded(x, fmt)
+
+
 def _in_one_pass(x: Tensor, fmt: NumberFormat) -> bool:
     plain = type(x) is Tensor and x.dtype is torch.float32 and x.device.type == "cpu" and x.is_contiguous()
     differentiable = x.requires_grad and torch.is_grad_enabled()  # which a pass over the memory is not
     return plain and not differentiable and (fmt is BF16 or fmt is FP16) and built()[0] is not None
 
 
-def _round(x: Tensor, out: Tensor, fmt: NumberFormat) -> None:
-    threads = torch.get_num_threads() if x.numel() >= SHARED else 1
-    library().mantissa_round(
-        FORMATS.index(fmt), x.data_ptr(), out.data_ptr(), x.numel(), threads, team() if threads > 1 else None
-    )
+def _round(x: Tensor, out: Tensor | None, fmt: NumberFormat) -> bool:
+    """Round into ``out``; without one, whether a value of ``x`` is not the format's."""
+    to = None if out is None else out.data_ptr()
+    return bool(library().mantissa_round(FORMATS.index(fmt), x.data_ptr(), to, x.numel(), *_threads(x)))
 
 
 def scaled(x_NE: Tensor, scheme: str) -> Tensor | None:
@@ -557,7 +571,7 @@ def _opened(path: Path) -> Any:
     library.mantissa_room.argtypes = [pointer, size]
     library.mantissa_room.restype = size
     library.mantissa_lay.argtypes = [number, pointer, pointer, size, size, number]
-    nothing = "product", "lay", "norm", "norm_gradients", "swiglu", "swiglu_gradients", "rotate", "round", "integers"
+    nothing = "product", "lay", "norm", "norm_gradients", "swiglu", "swiglu_gradients", "rotate", "integers"
     for name in nothing:  # is what these return
         getattr(library, f"mantissa_{name}").restype = None
     library.mantissa_tiles()  # asks the system for them, where the library has code for them
@@ -577,3 +591,146 @@ def team() -> int | None:
         if with_threads is not None:
             return ctypes.cast(with_threads, ctypes.c_void_p).value
     return None
+
+
+class _Nowhere:
+    """What a forward without gradients keeps for its backward goes here: nothing stays."""
+
+    def save_for_backward(self, *_: Tensor | None) -> None:
+        pass
+
+    def set_materialize_grads(self, _: bool) -> None:
+        pass
+
+    def __setattr__(self, name: str, value: object) -> None:
+        pass
+
+
+_NOWHERE = _Nowhere()
+
+
+class Operation(torch.autograd.Function):
+    """A function of autograd that costs less where nothing is differentiated."""
+
+    @classmethod
+    def of(cls, *given: Any) -> Any:
+        """``apply``; without gradients the forward by itself, for to enter autograd takes as long as a small one."""
+        return cls.apply(*given) if torch.is_grad_enabled() else cls.forward(_NOWHERE, *given)
+
+
+class Norm(Operation):
+    """y = w * n, n = round(x * s), of each row: ``simulated.RMSNorm``."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NE: Tensor, weight_E: Tensor, eps: float, fmt: NumberFormat) -> Tensor:
+        ctx.save_for_backward(x_NE, weight_E)
+        ctx.eps, ctx.fmt = eps, fmt
+        return norm(x_NE, weight_E, eps, fmt)[1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x_NE, weight_E = ctx.saved_tensors
+        return *norm_gradients(x_NE, weight_E, grads[0], ctx.eps, ctx.fmt), None, None
+
+
+class AddedNorm(Operation):
+    """t = round(x + y), and its norm. The gradient of x and of y is one: round(dt + that of the norm)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NE: Tensor, y_NE: Tensor, weight_E: Tensor, eps: float, fmt: NumberFormat
+    ) -> tuple[Tensor, Tensor]:
+        total_NE, out_NE = norm(x_NE, weight_E, eps, fmt, y_NE)
+        ctx.save_for_backward(total_NE, weight_E)
+        ctx.eps, ctx.fmt = eps, fmt
+        ctx.set_materialize_grads(False)
+        return total_NE, out_NE
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        total, normed = grads
+        if normed is None:  # nobody read the norm
+            total = None if total is None else rounded(total, ctx.fmt)
+            return total, total, None, None, None
+        total_NE, weight_E = ctx.saved_tensors
+        of_x, of_weight = norm_gradients(total_NE, weight_E, normed, ctx.eps, ctx.fmt, total)
+        return of_x, of_x, of_weight, None, None
+
+
+class SwiGLU(Operation):
+    """y = round(silu(g)) * u, silu(g) = g / (1 + e^-g)."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_NE: Tensor, up_NE: Tensor, fmt: NumberFormat) -> Tensor:
+        ctx.save_for_backward(gate_NE, up_NE)
+        ctx.fmt = fmt
+        return swiglu(gate_NE, up_NE, fmt)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate_NE, up_NE = ctx.saved_tensors
+        return *swiglu_gradients(gate_NE, up_NE, grads[0], ctx.fmt), None
+
+
+class Rotation(Operation):
+    """A rotation; its backward is the rotation by the opposite angle."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, fmt: NumberFormat) -> Tensor:
+        ctx.save_for_backward(cos_BTD, sin_BTD)
+        ctx.fmt = fmt
+        return rotate(x_BHTD, cos_BTD, sin_BTD, fmt)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        cos_BTD, sin_BTD = ctx.saved_tensors
+        return rotate(grads[0], cos_BTD, sin_BTD, ctx.fmt, back=True), None, None, None
+
+
+class PackedAttention(Operation):
+    """Attention of packed positions, each to those of its sequence up to itself: ``packed_attention``."""
+
+    @staticmethod
+    def forward(ctx: Any, q_1HND: Tensor, k_1KND: Tensor, v_1KND: Tensor, fmt: NumberFormat, spans: Spans) -> Tensor:
+        out_1HND = packed_attention(q_1HND, k_1KND, v_1KND, fmt, spans)
+        ctx.save_for_backward(q_1HND, k_1KND, v_1KND, out_1HND)
+        ctx.fmt, ctx.spans = fmt, spans
+        return out_1HND
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, out = ctx.saved_tensors
+        return *packed_attention_gradients(q, k, v, out, grads[0], ctx.fmt, ctx.spans), None, None
+
+
+def causal_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, fmt: NumberFormat) -> Tensor:
+    """``PackedAttention`` of whole sequences that share nothing. Shape of ``q``."""
+    batch, heads, length, size = q_BHTD.shape
+    packed = (x.transpose(1, 2).reshape(1, batch * length, -1, size).transpose(1, 2) for x in (q_BHTD, k_BKTD, v_BKTD))
+    out_1HND: Tensor = PackedAttention.of(*packed, fmt, Spans.whole(batch, length))
+    return out_1HND.transpose(1, 2).view(batch, length, heads, size).transpose(1, 2)
+
+
+class Compiles:
+    """A family of kernels whose attention and rows are this code where it was measured to be no slower.
+
+    ``products``: ``cpu.Products``, which know what was measured.
+    """
+
+    format: NumberFormat
+    dtype: torch.dtype
+    products: Any
+
+    def compiles(self, x: Tensor, width: int = 0, part: Part = "rows") -> bool:
+        """Whether compiled code computes that of such tensors, in training too."""
+        read = x.dtype is self.dtype and x.dtype in _READ
+        return read and bool(self.products.has(part, x, self.format, width, differentiable=True))
+
+    def packed_attention(self, q: Tensor, k: Tensor, v: Tensor, spans: SpansOf) -> Tensor | None:
+        """``Kernels.packed_attention``."""
+        return PackedAttention.of(q, k, v, self.format, spans()) if self.compiles(q, part="attention") else None

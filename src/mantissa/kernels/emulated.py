@@ -28,7 +28,7 @@ Legend: as in ``interface.py``; N = B*K, M queries that share a key head, C bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from mantissa.base.config import Section
 from mantissa.base.errors import MantissaError
-from mantissa.kernels.compiled import Spans
+from mantissa.kernels.compiled import SpansOf
 from mantissa.kernels.cpu import CpuProducts
 from mantissa.kernels.simulated import Product, RMSNorm, SimulatedKernels, _fold, _query_blocks, _SwiGLU
 from mantissa.precision import FP32, Fp8Policy, NumberFormat, round_to_format, round_to_format_
@@ -222,10 +222,8 @@ class EmulatedKernels(SimulatedKernels):
             parts.append(out_NMD.view(len(q), q.shape[1], stop - start, -1))
         return torch.cat(parts, 2).view(q_BHTD.shape)
 
-    def packed_attention(
-        self, q_1HND: Tensor, k_1KND: Tensor, v_1KND: Tensor, spans: Callable[[], Spans]
-    ) -> Tensor | None:
-        return None if self.emulation.attention else super().packed_attention(q_1HND, k_1KND, v_1KND, spans)
+    def packed_attention(self, q: Tensor, k: Tensor, v: Tensor, spans: SpansOf) -> Tensor | None:
+        return None if self.emulation.attention else super().packed_attention(q, k, v, spans)
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         if self.emulation.attention is None:

@@ -17,13 +17,12 @@ at others, switch by switch):
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mantissa.kernels.compiled import Spans
+from mantissa.kernels.compiled import SpansOf
 from mantissa.precision import BlockScaled, Fp8Policy, NumberFormat
 
 
@@ -99,12 +98,8 @@ class Kernels(Protocol):
     def causal_attention(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
         """Attention of every position to itself and those before it; softmax(q k^T / sqrt(D)) v. Shape of ``q``."""
 
-    def packed_attention(
-        self, q_1HND: Tensor, k_1KND: Tensor, v_1KND: Tensor, spans: Callable[[], Spans]
-    ) -> Tensor | None:
-        """``causal_attention`` of N packed positions, each to those of its own sequence, as ``spans`` says; shape of
-        ``q``. None where this family attends to whole sequences alone.
-        """
+    def packed_attention(self, q: Tensor, k: Tensor, v: Tensor, spans: SpansOf) -> Tensor | None:
+        """``causal_attention`` of packed positions (1,H,N,D), each to its own sequence's; None: of whole ones alone."""
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         """Attention of one query per row to the first ``length_B`` (at least 1) keys of a cache. Shape of ``q``.

@@ -4,10 +4,9 @@ On CUDA the products run on the tensor cores with fp32 accumulation and attentio
 it is installed, else the one behind torch's ``scaled_dot_product_attention`` (both take fp16 and bf16 only, so fp32
 uses torch's memory-efficient one, which wants as many key heads as query heads).
 
-On a CPU this family is fp32's, and bf16's where the processor multiplies it itself (``cpu.py``): products of
-bf16 tensors, summed in fp32 and rounded once; over it int8's, summed as integers (``cpu.int8``). Attention is
-our own (``simulated.py`` says why), and so are logits, whose fp32 sum no library on a CPU hands out: compiled, or of
-widened operands; bf16 logits, where those are asked for, are a library's. fp16 is slow there.
+On a CPU this family is fp32's, and bf16's where the processor multiplies it itself (``cpu.py``): products of bf16
+tensors, summed in fp32 and rounded once; over it int8's, summed as integers (``cpu.int8``). Attention and rows are our
+own, and fp32 logits, whose sum no library on a CPU hands out: compiled, or of widened operands. fp16 is slow there.
 
 Every cast is on a line of its own. The two-line ``weight`` is all that mixed precision needs: the fp32 master is cast
 where it is used, and autograd casts the gradient back.
@@ -16,14 +15,13 @@ where it is used, and autograd casts the gradient back.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mantissa.kernels import compiled, cpu, differentiable
-from mantissa.kernels.compiled import Kind, Spans, is_laid
+from mantissa.kernels import compiled, cpu
+from mantissa.kernels.compiled import Compiles, Kind, is_laid
 from mantissa.kernels.cpu import CpuProducts, Products
 from mantissa.kernels.simulated import (
     CachedMask,
@@ -35,12 +33,10 @@ from mantissa.kernels.simulated import (
     activation_values,
     cached_probabilities,
     inverse_rms,
-    packed_attention,
     weight_values,
 )
 from mantissa.precision import (
     BF16,
-    FP16,
     FP32,
     BlockScaled,
     Fp8Policy,
@@ -52,7 +48,7 @@ from mantissa.precision import (
 )
 
 
-class NativeKernels:
+class NativeKernels(Compiles):
     """The operations in ``fmt``, on tensors of dtype ``fmt.dtype``. See ``Kernels`` for each one's contract.
 
     ``fp8``: which products have fp8 operands (CUDA, Hopper and later), or on a CPU, and of copies alone, int8 ones, or
@@ -154,11 +150,8 @@ class NativeKernels:
         return ProductOf.apply(x_NE, weight, None, self._product_to_float)
 
     def _product_to_float(self, x_NE: Tensor, weight_VE: Tensor, _: Tensor | None) -> Tensor:
-        """x @ w^T with half operands and an fp32 result.
-
-        Torch's ``mm`` with ``out_dtype=torch.float32`` (CUDA only) keeps the accumulator instead of rounding it, as
-        compiled products do. Else, on a CPU, widened operands have the same products, and their sum is fp32 too.
-        """
+        """x @ w^T of halves, its fp32 sum unrounded: by ``mm``'s ``out_dtype`` (CUDA alone has it), by compiled pairs,
+        or of widened operands, whose products are the same."""
         if x_NE.is_cuda:
             return torch.mm(x_NE, weight_VE.t(), out_dtype=torch.float32)
         return self.products.to_float(x_NE, weight_VE)
@@ -166,16 +159,9 @@ class NativeKernels:
     def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
         return token_logprob(logits_NV, tokens_N, temperature)
 
-    def by_rows(self, x_NE: Tensor, width: int = 0) -> bool:
-        """Whether compiled code computes it, in training too."""
-        return self._is_read(x_NE) and self.products.has("rows", x_NE, self.format, width, differentiable=True)
-
-    def _is_read(self, x: Tensor) -> bool:
-        return x.dtype is self.dtype and self.format is not FP16  # which is read as values in fp32
-
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        if self.by_rows(x_NE):
-            return differentiable.Norm.of(x_NE, self.weight(weight_E), eps, self.format)
+        if self.compiles(x_NE):
+            return compiled.Norm.of(x_NE, self.weight(weight_E), eps, self.format)
         if not x_NE.is_cuda and not torch.is_grad_enabled():  # the same arithmetic in torch's own loop over few calls
             return F.rms_norm(x_NE, weight_E.shape, None, eps) * self.weight(weight_E)
         if self._is_cpus_own(x_NE):
@@ -184,8 +170,8 @@ class NativeKernels:
         return (x * inverse_rms(x, eps)).to(self.dtype) * self.weight(weight_E)
 
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
-        if self.by_rows(gate_NE):
-            return differentiable.SwiGLU.of(gate_NE, up_NE, self.format)
+        if self.compiles(gate_NE):
+            return compiled.SwiGLU.of(gate_NE, up_NE, self.format)
         return F.silu(gate_NE) * up_NE  # torch's silu computes in fp32 and rounds once
 
     def sigmoid(self, x_NE: Tensor) -> Tensor:
@@ -195,16 +181,16 @@ class NativeKernels:
         return (x_NE.float() * weight_N.unsqueeze(-1)).to(self.dtype)
 
     def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-        if self.by_rows(x_BHTD, x_BHTD.shape[3] // 2):
-            return differentiable.Rotation.of(x_BHTD, cos_BTD, sin_BTD, self.format)
+        if self.compiles(x_BHTD, x_BHTD.shape[3] // 2):
+            return compiled.Rotation.of(x_BHTD, cos_BTD, sin_BTD, self.format)
         return Rotate.of(x_BHTD.float(), cos_BTD, sin_BTD, FP32).to(self.dtype)
 
     def add(self, x_NE: Tensor, y_NE: Tensor) -> Tensor:
         return x_NE + y_NE
 
     def add_norm(self, x_NE: Tensor, y_NE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if self.by_rows(x_NE):
-            return differentiable.AddedNorm.of(x_NE, y_NE, self.weight(weight_E), eps, self.format)
+        if self.compiles(x_NE):
+            return compiled.AddedNorm.of(x_NE, y_NE, self.weight(weight_E), eps, self.format)
         total_NE = self.add(x_NE, y_NE)
         return total_NE, self.rms_norm(total_NE, weight_E, eps)
 
@@ -216,8 +202,8 @@ class NativeKernels:
                 q_BHTD.transpose(1, 2), k_BKTD.transpose(1, 2), v_BKTD.transpose(1, 2), causal=True
             )
             return out_BTHD.transpose(1, 2)
-        if self._is_read(q_BHTD) and self.products.has("attention", q_BHTD, self.format, differentiable=True):
-            return differentiable.causal_attention(q_BHTD, k_BKTD, v_BKTD, self.format)
+        if self.compiles(q_BHTD, part="attention"):
+            return compiled.causal_attention(q_BHTD, k_BKTD, v_BKTD, self.format)
         if not q_BHTD.is_cuda:  # in a half, torch's own is no faster, and rounds gradients at other places
             wide = (x.float() for x in (q_BHTD, k_BKTD, v_BKTD))
             return CausalAttention.of(*wide, self.format, self.products).to(self.dtype)
@@ -227,16 +213,9 @@ class NativeKernels:
         grouped = q_BHTD.shape[1] != k_BKTD.shape[1]
         return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=grouped)
 
-    def packed_attention(
-        self, q_1HND: Tensor, k_1KND: Tensor, v_1KND: Tensor, spans: Callable[[], Spans]
-    ) -> Tensor | None:
-        if not self._is_read(q_1HND):
-            return None
-        return packed_attention(self.products, q_1HND, k_1KND, v_1KND, self.format, spans)
-
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         (rows, heads, size), (kv_heads, keys) = q_BHD.shape, k_BKSD.shape[1:3]
-        if self.products.has("attention", q_BHD, self.format):
+        if self.compiles(q_BHD, part="attention") and not torch.is_grad_enabled():
             return compiled.attention(q_BHD.unsqueeze(2), k_BKSD, v_BKSD, self.format, length_B).squeeze(2)
         mask_N1S = self._mask(length_B, kv_heads, keys)
         with self.products.heads(q_BHD, heads // kv_heads, keys * size):

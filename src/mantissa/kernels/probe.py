@@ -278,14 +278,14 @@ def compiled_checks(kernels: NativeKernels | SimulatedKernels) -> list[Check]:
     with torch.no_grad():
         q_BHD = torch.zeros(2, 2, 64).to(kernels.dtype)
         keys = torch.zeros(2, 1, 8, 64).to(kernels.dtype)  # which all score alike: of four, a quarter is each one's
-        if kernels.products.has("attention", q_BHD, fmt):
+        if kernels.compiles(q_BHD, part="attention"):
             got = kernels.cached_attention(q_BHD, keys, keys + digits, torch.full((2,), 4)).double()
             values = (keys + digits).masked_fill(torch.arange(8).view(8, 1) >= 4, 0.0)
             seen = kernels.cached_attention(q_BHD, keys, values, torch.full((2,), 4)).double()
             wrong = (got - digits).abs().sum() + (seen - got).abs().sum()
             checks.append(("attends exactly by compiled code", float(wrong), 0.0))
         ones = torch.ones(3, 64).to(kernels.dtype)
-        if kernels.by_rows(ones):
+        if kernels.compiles(ones):
             norm = kernels.rms_norm(ones, ones[0] * digits, 0.0).double() - digits
             gated = kernels.swiglu(ones * 32, ones * digits).double() - 32 * digits  # e^-32 is nothing beside 1
             angles = torch.ones(1, 1, 64), torch.zeros(1, 1, 64)

@@ -4,43 +4,56 @@ fp32 operation, those of the Python that defines it (precision/formats.py, schem
 #include <stdlib.h>
 #include "vectors.h"
 
-/* What threads share of one call: values `SPAN` at a time, of which `taken` were begun. */
+/* Of one call, whose threads take `SPAN` values at a time. */
+#define SPAN (1L << 15)
 struct halves {
   const float *from;
-  float *to;
-  long count, taken;
+  float *to; /* NULL: nothing is written, and `changes` says whether a value would be another */
+  long count;
   enum format format;
+  int changes;
 };
 
-INLINE void round_span(const float *from, float *to, long count, const enum format format) {
-  long at = 0;
-  for (; at + LANES <= count; at += LANES) store(to + at, rounded(load_fp32(from + at), format));
-  if (at < count) {
-    float rest[LANES] = {0};
-    memcpy(rest, from + at, (count - at) * sizeof *rest);
-    store(rest, rounded(load_fp32(rest), format));
-    memcpy(to + at, rest, (count - at) * sizeof *rest);
-  }
+/* Whether `LANES` values are other ones when they are rounded. */
+INLINE int changes(vector x, const enum format format) {
+  vector y = rounded(x, format);
+#ifdef __AVX512F__
+  return _mm512_cmpneq_epi32_mask(bits_of(x), bits_of(y)) != 0;
+#else
+  return _mm256_movemask_epi8(_mm256_cmpeq_epi32(bits_of(x), bits_of(y))) != -1;
+#endif
 }
 
-#define SPAN (1L << 15)
-static void round_spans(void *of) {
+INLINE void round_span(struct halves *h, long part, const enum format format) {
+  const float *from = h->from + part * SPAN;
+  long count = h->count - part * SPAN < SPAN ? h->count - part * SPAN : SPAN, at = 0, whole = count / LANES * LANES;
+  float rest[LANES] = {0};
+  memcpy(rest, from + whole, (count - whole) * sizeof *rest);
+  if (!h->to) {
+    int found = changes(load_fp32(rest), format);
+    for (; at < whole && !found && !__atomic_load_n(&h->changes, __ATOMIC_RELAXED); at += LANES)
+      found = changes(load_fp32(from + at), format);
+    if (found) __atomic_store_n(&h->changes, 1, __ATOMIC_RELAXED);
+    return;
+  }
+  float *to = h->to + part * SPAN;
+  for (; at < whole; at += LANES) store(to + at, rounded(load_fp32(from + at), format));
+  store(rest, rounded(load_fp32(rest), format));
+  memcpy(to + at, rest, (count - at) * sizeof *rest);
+}
+
+static void round_part(void *of, long part) {
   struct halves *h = of;
-  long at;
-  while ((at = __atomic_fetch_add(&h->taken, SPAN, __ATOMIC_RELAXED)) < h->count) {
-    long count = h->count - at < SPAN ? h->count - at : SPAN;
-    if (h->format == FP16) round_span(h->from + at, h->to + at, count, FP16);
-    else round_span(h->from + at, h->to + at, count, BF16);
-  }
+  if (h->format == FP16) round_span(h, part, FP16);
+  else round_span(h, part, BF16);
 }
 
-/* Each of `count` fp32 values to the nearest of a half, ties to even; `to` may be `from`. */
-void mantissa_round(int format, const float *from, float *to, long count, unsigned threads, parallel team) {
-  struct halves h = {from, to, count, 0, format};
-  if (team && threads > 1)
-    team(round_spans, &h, threads, 0);
-  else
-    round_spans(&h);
+/* Each of `count` fp32 values to the nearest of a half, ties to even; `to` may be `from`. Whether `from` holds others,
+where `to` is NULL. */
+int mantissa_round(int format, const float *from, float *to, long count, unsigned threads, parallel team) {
+  struct halves h = {from, to, count, format, 0};
+  share(round_part, &h, (count + SPAN - 1) / SPAN, threads, team);
+  return h.changes;
 }
 
 enum scheme { FP8, FP8_POWER_OF_TWO, MXFP8, MXFP4, NVFP4, INT8 };

@@ -19,7 +19,7 @@ Held in fp32, values on their blocks' grids (``round_in_blocks``, no codes) are 
 tensor core codes are multiplied and each block's sum by two scales: the same sum, in another order of roundings.
 
 Attention, norms, SwiGLU and rotation are compiled, with their gradients, where a CPU has what that takes
-(``differentiable.py``); what follows here is how they are computed elsewhere, and what the compiled ones are held to.
+(``compiled.py``); what follows here is how they are computed elsewhere, and what the compiled ones are held to.
 Causal attention goes in blocks of queries, in fp32 arithmetic, each result rounded where a flash kernel rounds. In
 fp32, where rounding is the identity, it is ``native.py``'s on a CPU too.
 """
@@ -34,10 +34,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mantissa.kernels import compiled, differentiable
-from mantissa.kernels.compiled import FP8, FP8_BY_POWER_OF_TWO, Kind, Spans, rounded, rounded_
+from mantissa.kernels import compiled
+from mantissa.kernels.compiled import (
+    FP8,
+    FP8_BY_POWER_OF_TWO,
+    Compiles,
+    Kind,
+    Operation,
+    on_grid,
+    rounded,
+    rounded_,
+)
 from mantissa.kernels.cpu import CpuProducts, Products
-from mantissa.kernels.differentiable import Operation
 from mantissa.precision import (
     ALONG_COLUMNS,
     ALONG_ROWS,
@@ -146,7 +154,7 @@ class ScaledLinear(Operation):
         x_NE, values_FE = ctx.saved_tensors
         fp8, base = ctx.fp8, ctx.base
         fmt, power_of_two = fp8.backward_format, fp8.power_of_two
-        grad_NF = rounded(grads[0], base)
+        grad_NF = on_grid(grads[0], base)
         flat_NF = grad_NF.reshape(-1, grad_NF.shape[-1])
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
@@ -163,7 +171,7 @@ class ScaledLinear(Operation):
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
-class SimulatedKernels:
+class SimulatedKernels(Compiles):
     """The operations in ``fmt``, on fp32 tensors. See ``Kernels`` for each one's contract.
 
     ``weights_on_grid``: the weights given are already rounded (a rollout's own copy), so they are not rounded again.
@@ -244,18 +252,14 @@ class SimulatedKernels:
     def token_logprob(self, logits_NV: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> Tensor:
         return token_logprob(logits_NV, tokens_N, temperature)
 
-    def by_rows(self, x_NE: Tensor, width: int = 0) -> bool:
-        """Whether compiled code computes it, in training too."""
-        return self.products.has("rows", x_NE, self.format, width, differentiable=True)
-
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        if self.by_rows(x_NE):
-            return differentiable.Norm.of(x_NE, self.weight(weight_E), eps, self.format)
+        if self.compiles(x_NE):
+            return compiled.Norm.of(x_NE, self.weight(weight_E), eps, self.format)
         return RMSNorm.of(x_NE, self.weight(weight_E), eps, self.format)
 
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
-        if self.by_rows(gate_NE):
-            return differentiable.SwiGLU.of(gate_NE, up_NE, self.format)
+        if self.compiles(gate_NE):
+            return compiled.SwiGLU.of(gate_NE, up_NE, self.format)
         return _SwiGLU.of(gate_NE, up_NE, self.format)
 
     def sigmoid(self, x_NE: Tensor) -> Tensor:
@@ -265,32 +269,27 @@ class SimulatedKernels:
         return _Scale.of(x_NE, weight_N, self.format)
 
     def rotate(self, x_BHTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-        if self.by_rows(x_BHTD, x_BHTD.shape[3] // 2):
-            return differentiable.Rotation.of(x_BHTD, cos_BTD, sin_BTD, self.format)
+        if self.compiles(x_BHTD, x_BHTD.shape[3] // 2):
+            return compiled.Rotation.of(x_BHTD, cos_BTD, sin_BTD, self.format)
         return Rotate.of(x_BHTD, cos_BTD, sin_BTD, self.format)
 
     def add(self, x_NE: Tensor, y_NE: Tensor) -> Tensor:
         return _Add.of(x_NE, y_NE, self.format)
 
     def add_norm(self, x_NE: Tensor, y_NE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if self.by_rows(x_NE):
-            return differentiable.AddedNorm.of(x_NE, y_NE, self.weight(weight_E), eps, self.format)
+        if self.compiles(x_NE):
+            return compiled.AddedNorm.of(x_NE, y_NE, self.weight(weight_E), eps, self.format)
         total_NE = self.add(x_NE, y_NE)
         return total_NE, self.rms_norm(total_NE, weight_E, eps)
 
     def causal_attention(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
-        if self.products.has("attention", q_BHTD, self.format, differentiable=True):
-            return differentiable.causal_attention(q_BHTD, k_BKTD, v_BKTD, self.format)
+        if self.compiles(q_BHTD, part="attention"):
+            return compiled.causal_attention(q_BHTD, k_BKTD, v_BKTD, self.format)
         return CausalAttention.of(q_BHTD, k_BKTD, v_BKTD, self.format, self.products)
-
-    def packed_attention(
-        self, q_1HND: Tensor, k_1KND: Tensor, v_1KND: Tensor, spans: Callable[[], Spans]
-    ) -> Tensor | None:
-        return packed_attention(self.products, q_1HND, k_1KND, v_1KND, self.format, spans)
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         (rows, heads, size), (kv_heads, keys) = q_BHD.shape, k_BKSD.shape[1:3]
-        if self.products.has("attention", q_BHD, self.format):
+        if self.compiles(q_BHD, part="attention") and not torch.is_grad_enabled():
             return compiled.attention(q_BHD.unsqueeze(2), k_BKSD, v_BKSD, self.format, length_B).squeeze(2)
         mask_N1S = self._mask(length_B, kv_heads, keys)
         with self.products.heads(q_BHD, heads // kv_heads, keys * size):
@@ -325,7 +324,7 @@ class Linear(Operation):
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
         x, weight = ctx.saved_tensors
-        grad = rounded(grads[0], ctx.fmt)
+        grad = on_grid(grads[0], ctx.fmt)  # in a decoder it is, but for that of logits
         flat = grad.reshape(-1, grad.shape[-1])
         grad_x = rounded_(ctx.products.of_input(grad, weight), ctx.fmt) if ctx.needs_input_grad[0] else None
         grad_weight = ctx.products.of_weight(flat, x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
@@ -351,16 +350,6 @@ class ProductOf(torch.autograd.Function):
         # None of a frozen head: V by E values that nobody reads.
         grad_weight = flat.t() @ x_NE.reshape(-1, x_NE.shape[-1]) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, flat.sum(0) if ctx.needs_input_grad[2] else None, None
-
-
-def packed_attention(
-    products: Products, q_1HND: Tensor, k_1KND: Tensor, v_1KND: Tensor, fmt: NumberFormat, spans: Callable[[], Spans]
-) -> Tensor | None:
-    """``Kernels.packed_attention`` where it is compiled, and measured to be no slower."""
-    if not products.has("attention", q_1HND, fmt, differentiable=True):
-        return None
-    found: Tensor = differentiable.PackedAttention.of(q_1HND, k_1KND, v_1KND, fmt, spans())
-    return found
 
 
 def inverse_rms(x_NE: Tensor, eps: float) -> Tensor:

@@ -11,7 +11,7 @@ void mantissa_integers(const void *, const void *, void *, int, const float *, c
                        long, unsigned, parallel);
 int mantissa_codes(int, const void *, uint8_t *, float *, long, long);
 int mantissa_scaled(int, int, const void *, void *, long, long, unsigned, parallel);
-void mantissa_round(int, const float *, float *, long, unsigned, parallel);
+int mantissa_round(int, const float *, float *, long, unsigned, parallel);
 void mantissa_norm(int, int, const void *, const void *, const void *, void *, void *, long, long, float, unsigned,
                    parallel);
 void mantissa_swiglu(int, int, const void *, const void *, void *, long, long, long, unsigned, parallel);

@@ -168,8 +168,8 @@ def compiled_step(decoder: Decoder, kernels: Kernels, kv_format: NumberFormat) -
     head = torch.empty(0, decoder.config.head_dim, dtype=kernels.dtype)
     widths = decoder.config.hidden_size, decoder.config.intermediate_size, decoder.config.head_dim // 2
     with torch.no_grad():
-        by_rows = all(kernels.by_rows(head, width) for width in widths)
-        if not by_rows or not kernels.products.has("attention", head, kernels.format):
+        by_rows = all(kernels.compiles(head, width) for width in widths)
+        if not by_rows or not kernels.compiles(head, part="attention"):
             return None
         try:
             return Step(decoder, kernels)

@@ -14,15 +14,13 @@ Legend: N rows, E features in, F features out, V vocabulary, X experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mantissa.kernels.compiled import Laid, Spans, is_laid
+from mantissa.kernels.compiled import Laid, Operation, SpansOf, is_laid
 from mantissa.kernels.cpu import CpuProducts
-from mantissa.kernels.differentiable import Operation
 from mantissa.kernels.exact.kernels import PART, ExactAttention, Planned, cached, laid, product
 from mantissa.kernels.exact.plan import ExactPlan
 from mantissa.kernels.native import NativeKernels
@@ -87,16 +85,13 @@ class ExactBf16Kernels(Planned, NativeKernels):
         self.plan.check_threads(torch.get_num_threads())
         return product(x_NE.float(), _dense(weight_VE, torch.float32), self.plan.product(weight_VE.shape))
 
-    def by_rows(self, x_NE: Tensor, width: int = 0) -> bool:
-        return self.in_order(x_NE, width)
-
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        if self.by_rows(x_NE):
+        if self.compiles(x_NE):
             return super().rms_norm(x_NE, weight_E, eps)
         return _RMSNorm.of(x_NE, self.weight(weight_E), eps)
 
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
-        return super().swiglu(gate_NE, up_NE) if self.by_rows(gate_NE) else _SwiGLU.of(gate_NE, up_NE)
+        return super().swiglu(gate_NE, up_NE) if self.compiles(gate_NE) else _SwiGLU.of(gate_NE, up_NE)
 
     def sigmoid(self, x_NE: Tensor) -> Tensor:
         return _Sigmoid.apply(x_NE)
@@ -107,10 +102,8 @@ class ExactBf16Kernels(Planned, NativeKernels):
         cache = FP32 if self.kv_format is BF16 else self.kv_format  # as they are
         return ExactAttention.of(*wide, BF16, self.products, cache, self.plan.attention).bfloat16()
 
-    def packed_attention(
-        self, q_1HND: Tensor, k_1KND: Tensor, v_1KND: Tensor, spans: Callable[[], Spans]
-    ) -> Tensor | None:
-        return self.packed(q_1HND, k_1KND, v_1KND, spans) if self.kv_format is BF16 else None
+    def packed_attention(self, q: Tensor, k: Tensor, v: Tensor, spans: SpansOf) -> Tensor | None:
+        return self.packed(q, k, v, spans) if self.kv_format is BF16 else None
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         self.plan.check_length(k_BKSD.shape[2])

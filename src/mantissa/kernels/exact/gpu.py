@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mantissa.kernels.compiled import Part
 from mantissa.kernels.native import NativeKernels
 from mantissa.kernels.simulated import Product, ProductOf
 from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_cached
@@ -73,11 +74,8 @@ class ExactGpuKernels(NativeKernels):
 
         return Rotate.apply(x_BHTD, cos_BTD, sin_BTD)
 
-    def by_rows(self, x_NE: Tensor, width: int = 0) -> bool:
+    def compiles(self, x: Tensor, width: int = 0, part: Part = "rows") -> bool:
         return False  # nothing of a CPU's, where Triton is interpreted
-
-    def packed_attention(self, *_: Any) -> None:
-        return None
 
     def causal_attention(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
         from mantissa.kernels.triton.attention import CausalInvariantAttention

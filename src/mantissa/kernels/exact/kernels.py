@@ -29,10 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mantissa.kernels import compiled, cpu, differentiable
-from mantissa.kernels.compiled import Kind, Laid, Spans, rounded_
+from mantissa.kernels import compiled, cpu
+from mantissa.kernels.compiled import Kind, Laid, Operation, PackedAttention, Part, SpansOf, rounded_
 from mantissa.kernels.cpu import Products
-from mantissa.kernels.differentiable import Operation
 from mantissa.kernels.exact.plan import AttentionChoice, Choice, ExactPlan, pieces
 from mantissa.kernels.simulated import (
     CausalAttention,
@@ -54,18 +53,17 @@ class Planned:
     products: Products
     format: NumberFormat
 
-    def in_order(self, x_NE: Tensor, width: int = 0) -> bool:
-        """Whether compiled code computes rows like these, in both policies."""
-        has = self.products.has("rows", x_NE, self.format, width, differentiable=True)
-        return has and self.plan.attention.way == "in order"
+    def compiles(self, x: Tensor, width: int = 0, part: Part = "rows") -> bool:
+        """Whether compiled code computes that of such tensors: in both policies, or in none."""
+        return self.plan.attention.way == "in order" and super().compiles(x, width, part)  # type: ignore[misc]
 
-    def packed(self, q_1HND: Tensor, k: Tensor, v: Tensor, spans: Callable[[], Spans]) -> Tensor | None:
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, spans: SpansOf) -> Tensor | None:
         """``packed_attention``, where a cache in the format makes keys and values no coarser."""
-        if self.plan.attention.way != "in order":
+        if not self.compiles(q, part="attention"):
             return None
         found = spans()
         self.plan.check_length(found.longest[0])
-        out: Tensor = differentiable.PackedAttention.of(q_1HND, k, v, self.format, found)
+        out: Tensor = PackedAttention.of(q, k, v, self.format, found)
         return out
 
 
@@ -92,9 +90,6 @@ class ExactKernels(Planned, SimulatedKernels):
         self.plan = plan
         self.kv_format = kv_format or fmt
 
-    def by_rows(self, x_NE: Tensor, width: int = 0) -> bool:
-        return self.in_order(x_NE, width)
-
     def laid(self, copy: Tensor, layer: str = "") -> Tensor:
         return laid(copy, self.plan.products, self.kind_of(layer)) if self.weights_on_grid else copy
 
@@ -104,7 +99,7 @@ class ExactKernels(Planned, SimulatedKernels):
         return out_NF if bias_F is None else out_NF.add_(bias_F)
 
     def swiglu(self, gate_NE: Tensor, up_NE: Tensor) -> Tensor:
-        if self.by_rows(gate_NE):
+        if self.compiles(gate_NE):
             return super().swiglu(gate_NE, up_NE)
         return _ExactSwiGLU.of(gate_NE, up_NE, self.format)
 
@@ -116,10 +111,8 @@ class ExactKernels(Planned, SimulatedKernels):
         choice = self.plan.attention
         return ExactAttention.of(q_BHTD, k_BKTD, v_BKTD, self.format, self.products, self.kv_format, choice)
 
-    def packed_attention(
-        self, q_1HND: Tensor, k_1KND: Tensor, v_1KND: Tensor, spans: Callable[[], Spans]
-    ) -> Tensor | None:
-        return self.packed(q_1HND, k_1KND, v_1KND, spans) if self.kv_format is self.format else None
+    def packed_attention(self, q: Tensor, k: Tensor, v: Tensor, spans: SpansOf) -> Tensor | None:
+        return self.packed(q, k, v, spans) if self.kv_format is self.format else None
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         self.plan.check_length(k_BKSD.shape[2])

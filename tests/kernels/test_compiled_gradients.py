@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mantissa.kernels import NativeKernels, SimulatedKernels, Traced, compiled, cpu, differentiable
+from mantissa.kernels import NativeKernels, SimulatedKernels, Traced, compiled, cpu
 from mantissa.precision import BF16, FP16, FP32, NumberFormat, round_to_format
 from mantissa.rl.experience import Sequences
 from mantissa.rl.score import Packed
@@ -88,11 +88,11 @@ def test_packed_attention_is_that_of_whole_sequences(
     packed = packed_of(LENGTHS[name])
     q, k, v, grad = operands(packed, fmt, heads, kv_heads, size)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = differentiable.PackedAttention.of(*leaves, fmt, packed.spans)
+    out = compiled.PackedAttention.of(*leaves, fmt, packed.spans)
     with torch.no_grad():
         rows = compiled.attention(*(whole(packed, x) for x in leaves), fmt)
         assert torch.equal(out, taken(packed, rows))
-        assert torch.equal(out, differentiable.PackedAttention.of(*leaves, fmt, packed.spans))
+        assert torch.equal(out, compiled.PackedAttention.of(*leaves, fmt, packed.spans))
     got = torch.autograd.grad(out, leaves, grad)
 
     wide = [x.detach().double().requires_grad_() for x in leaves]
@@ -111,7 +111,7 @@ def test_bf16_tensors_and_threads_make_no_difference(name: str) -> None:
 
     def computed(dtype: torch.dtype) -> list[Tensor]:
         *leaves, grad = (x.to(dtype).detach().requires_grad_() for x in given)
-        out = differentiable.PackedAttention.of(*leaves, BF16, packed.spans)
+        out = compiled.PackedAttention.of(*leaves, BF16, packed.spans)
         return [out, *torch.autograd.grad(out, leaves, grad)]
 
     right = computed(torch.float32)
@@ -200,10 +200,10 @@ def test_an_overflow_stays_one() -> None:
     x, y = (drawn(FP16, 8, 64, seed=seed).requires_grad_() for seed in range(2))
     weight = torch.ones(64, requires_grad=True)
     grad = torch.full((8, 64), 60000.0)
-    total, normed = differentiable.AddedNorm.of(x, y, weight, 1e-6, FP16)
+    total, normed = compiled.AddedNorm.of(x, y, weight, 1e-6, FP16)
     found = torch.autograd.grad((total, normed), (x, weight), (grad, grad))
     assert not found[0].isfinite().all()
-    out = differentiable.SwiGLU.of(x, (y * 60000).detach().requires_grad_(), FP16)
+    out = compiled.SwiGLU.of(x, (y * 60000).detach().requires_grad_(), FP16)
     assert not torch.autograd.grad(out, x, grad)[0].isfinite().all()
 
 
@@ -215,13 +215,13 @@ def test_who_takes_notes_or_has_another_dtype_attends_to_whole_sequences(fmt: Nu
     assert kernels.packed_attention(q, k, v, lambda: packed.spans) is not None
     assert Traced(kernels).packed_attention(q, k, v, lambda: packed.spans) is None
     assert NativeKernels(FP16).packed_attention(q.half(), k.half(), v.half(), lambda: packed.spans) is None
-    assert not NativeKernels(FP16).by_rows(q.half())
+    assert not NativeKernels(FP16).compiles(q.half())
     bare = NativeKernels(fmt, table=replace(cpu.products(), compiled=()))
     assert bare.packed_attention(q, k, v, lambda: packed.spans) is None
 
 
 def test_a_gradient_of_a_gradient_is_refused() -> None:
     x, weight = torch.randn(4, 64, requires_grad=True), torch.ones(64, requires_grad=True)
-    (grad,) = torch.autograd.grad(differentiable.Norm.of(x, weight, 1e-6, FP32).square().sum(), x, create_graph=True)
+    (grad,) = torch.autograd.grad(compiled.Norm.of(x, weight, 1e-6, FP32).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
