@@ -289,7 +289,7 @@ class SimulatedKernels(Compiles):
 
     def cached_attention(self, q_BHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, length_B: Tensor) -> Tensor:
         (rows, heads, size), (kv_heads, keys) = q_BHD.shape, k_BKSD.shape[1:3]
-        if self.compiles(q_BHD, part="attention") and not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and self.compiles(q_BHD, part="attention"):
             return compiled.attention(q_BHD.unsqueeze(2), k_BKSD, v_BKSD, self.format, length_B).squeeze(2)
         mask_N1S = self._mask(length_B, kv_heads, keys)
         with self.products.heads(q_BHD, heads // kv_heads, keys * size):
