@@ -16,7 +16,7 @@ step (512 completions, hidden 128, fp32, one core) was passes over memory, and n
 its operands once and writes its result, and its backward likewise. Sums are fp32, in one order, whatever the number of
 threads. Gradients of gradients there are none.
 
-The library is built once a machine, in three seconds, and kept in the user's cache folder; a folder that others may
+The library is built once a machine, in five seconds, and kept in the user's cache folder; a folder that others may
 write to is not used. ``cpu.py`` measures where it is not the slower one, and a run's table of products says so.
 
 Legend: N rows (any leading shape), E features in, F features out. Of attention: B sequences, H query heads, K key
@@ -61,7 +61,7 @@ _HEADER = _FOLDER / "vectors.h"
 _COMPILERS = ("gcc", "cc", "clang")
 _READ = (torch.float32, torch.bfloat16)  # what the sources read: of four bytes, and of two
 FORMATS = (FP32, BF16, FP16)  # in the order of the sources' enum
-_SECONDS = 60.0  # that a compiler may take: it takes three
+_SECONDS = 60.0  # that a compiler may take: it takes five
 _OPTIONS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
