@@ -115,13 +115,13 @@ INLINE void micro_int8(const int rows, const int8_t *w, const uint8_t *x, long i
 }
 #endif
 
-/* Some inputs of one block of outputs for some rows; `out`: from a row's sums to the next's. Where the rows are one pass,
-it asks for what it reads itself, a little later; where they are more, together they ask for what comes `next`, so that
-memory answers while they multiply. `bytes`: that the next ones take of a step (0: nobody asks), `LINES` lines of them. */
 /* The last argument where `some` is 0, else the one before it. */
 #define OR(some, MICRO, rows, w, x, in, count, y, out, begun, none, soon)                                           \
   ((some) ? MICRO(rows, w, x, in, count, y, out, begun, none) : MICRO(rows, w, x, in, count, y, out, begun, soon))
 
+/* Some inputs of one block of outputs for some rows; `out`: from a row's sums to the next's. Where the rows are one pass,
+it asks for what it reads itself, a little later; where they are more, together they ask for what comes `next`, so that
+memory answers while they multiply. `bytes`: that what comes next takes of a step. */
 #define OF_BLOCK(NAME, VALUE, OPERAND, MICRO)                                                                     \
   INLINE void NAME##_part(const VALUE *w, const OPERAND *x, long in, long count, float *y, long rows, long out,   \
                           int begun, const char *next, const int bytes) {                                         \
@@ -131,7 +131,7 @@ memory answers while they multiply. `bytes`: that the next ones take of a step (
     if (passes == 1) MICRO(ROWS, w, x, in, count, y, out, begun, soon), r = ROWS;                                 \
     for (int asked = 0; r + ROWS <= rows; r += ROWS) {                                                            \
       const char *from = next + asked * 64;                                                                       \
-      long each = asked >= lines ? 0 : passes >= 4 ? 1 : passes >= 2 ? 2 : 4;                                     \
+      long each = asked >= lines ? 0 : passes >= 4 ? 1 : 2;                                                       \
       asked += each;                                                                                              \
       if (!each) MICRO(ROWS, w, x + r * in, in, count, y + r * out, out, begun, none);                            \
       else if (each == 1 || lines == 1)                                                                           \
@@ -141,11 +141,11 @@ memory answers while they multiply. `bytes`: that the next ones take of a step (
     const OPERAND *left = x + r * in;                                                                             \
     float *sums = y + r * out;                                                                                    \
     switch (rows - r) {                                                                                           \
-      case 5: OR(r, MICRO, 5, w, left, in, count, sums, out, begun, none, soon); break;                         \
-      case 4: OR(r, MICRO, 4, w, left, in, count, sums, out, begun, none, soon); break;                         \
-      case 3: OR(r, MICRO, 3, w, left, in, count, sums, out, begun, none, soon); break;                         \
-      case 2: OR(r, MICRO, 2, w, left, in, count, sums, out, begun, none, soon); break;                         \
-      case 1: OR(r, MICRO, 1, w, left, in, count, sums, out, begun, none, soon); break;                         \
+      case 5: OR(r, MICRO, 5, w, left, in, count, sums, out, begun, none, soon); break;                           \
+      case 4: OR(r, MICRO, 4, w, left, in, count, sums, out, begun, none, soon); break;                           \
+      case 3: OR(r, MICRO, 3, w, left, in, count, sums, out, begun, none, soon); break;                           \
+      case 2: OR(r, MICRO, 2, w, left, in, count, sums, out, begun, none, soon); break;                           \
+      case 1: OR(r, MICRO, 1, w, left, in, count, sums, out, begun, none, soon); break;                           \
     }                                                                                                             \
   }                                                                                                               \
   static void NAME(const VALUE *w, const OPERAND *x, float *y, long rows, long in, long out) {                    \
