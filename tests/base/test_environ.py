@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import subprocess
@@ -105,3 +106,18 @@ def test_unsteady(monkeypatch: pytest.MonkeyPatch, value: str | None, warned: bo
     if value is not None:
         monkeypatch.setenv("OMP_DYNAMIC", value)
     assert ("OMP_DYNAMIC=true" in str(environ.unsteady())) == warned
+
+
+def test_the_collector_passes_over_what_was_there_and_only_within() -> None:
+    assert gc.get_freeze_count() == 0
+    with environ.settled():
+        frozen = gc.get_freeze_count()
+        assert frozen > 1000  # this process's imports
+        loop: list[object] = []
+        loop.append(loop)  # what comes later is collected as ever
+        del loop
+        assert gc.collect() > 0
+    assert gc.get_freeze_count() == 0
+    with pytest.raises(KeyError), environ.settled():
+        raise KeyError
+    assert gc.get_freeze_count() == 0

@@ -220,6 +220,15 @@ def test_who_takes_notes_or_has_another_dtype_attends_to_whole_sequences(fmt: Nu
     assert bare.packed_attention(q, k, v, lambda: packed.spans) is None
 
 
+@torch.no_grad()
+def test_halves_of_fp16_are_not_read_as_those_of_bf16() -> None:
+    table = replace(cpu.products(), compiled=compiled.parts())
+    q, k, v = drawn(FP16, 2, 4, 32, seed=1), drawn(FP16, 2, 2, 8, 32, seed=2), drawn(FP16, 2, 2, 8, 32, seed=3)
+    got = NativeKernels(FP16, table=table).cached_attention(q.half(), k.half(), v.half(), torch.full((2,), 8))
+    right = SimulatedKernels(FP16, table=table).cached_attention(q, k, v, torch.full((2,), 8))
+    assert_near([got], [right], 2 * FP16.epsilon)
+
+
 def test_a_gradient_of_a_gradient_is_refused() -> None:
     x, weight = torch.randn(4, 64, requires_grad=True), torch.ones(64, requires_grad=True)
     (grad,) = torch.autograd.grad(compiled.Norm.of(x, weight, 1e-6, FP32).square().sum(), x, create_graph=True)

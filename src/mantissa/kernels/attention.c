@@ -195,6 +195,21 @@ static void work(void *of) {
     of_rows(a, at / blocks / a->kv_heads, at / blocks % a->kv_heads, at % blocks * a->at_once, room);
 }
 
+static long queries_at_once(long scores, long queries) {
+  long fit = AT_ONCE / scores;
+  return fit < 1 ? 1 : fit > queries ? queries : fit;
+}
+
+/* Some threads at `work`, which finds `values` of room for each of them at `*room`. Not 0: there is no memory. */
+static int begin(void (*work)(void *), void *of, float **room, long values, unsigned threads, parallel team) {
+  if (!team) threads = 1;
+  if (posix_memalign((void **)room, 64, threads * values * sizeof **room)) return 1;
+  if (threads > 1) team(work, of, threads, 0);
+  else work(of);
+  free(*room);
+  return 0;
+}
+
 /* `sizes`: sequences, key heads, queries' heads to each, queries, keys, size, and the strides of q, k and v. Not 0:
 there is no memory. */
 int mantissa_attention(int bytes, int format, const void *q, const void *k, const void *v, void *out,
@@ -206,14 +221,8 @@ int mantissa_attention(int bytes, int format, const void *q, const void *k, cons
   memcpy(a.of_k, sizes + 9, sizeof a.of_k);
   memcpy(a.of_v, sizes + 12, sizeof a.of_v);
   a.padded = (a.keys + LANES - 1) / LANES * LANES;
-  a.at_once = AT_ONCE / (a.padded * a.group);
-  a.at_once = a.at_once < 1 ? 1 : a.at_once > a.queries ? a.queries : a.at_once;
-  if (!team) threads = 1;
-  if (posix_memalign((void **)&a.room, 64, threads * room_of(&a) * sizeof *a.room)) return 1;
-  if (threads > 1) team(work, &a, threads, 0);
-  else work(&a);
-  free(a.room);
-  return 0;
+  a.at_once = queries_at_once(a.padded * a.group, a.queries);
+  return begin(work, &a, &a.room, room_of(&a), threads, team);
 }
 
 /* Attention of packed positions, and its gradients: sequences that share their prompt share its positions too. A unit is
@@ -415,12 +424,6 @@ int mantissa_packed_attention(int bytes, int format, const void *const *given, v
                      .size = sizes[3], .scale = scale, .format = format, .bytes = bytes, .queries = sizes[5]};
   memcpy(p.of, strides, sizeof p.of);
   p.longest = (sizes[4] + LANES - 1) / LANES * LANES;
-  p.at_once = AT_ONCE / (p.longest * p.group);
-  p.at_once = p.at_once < 1 ? 1 : p.at_once > p.queries ? p.queries : p.at_once;
-  if (!team) threads = 1;
-  if (posix_memalign((void **)&p.room, 64, threads * packed_room(&p) * sizeof *p.room)) return 1;
-  if (threads > 1) team(packed_work, &p, threads, 0);
-  else packed_work(&p);
-  free(p.room);
-  return 0;
+  p.at_once = queries_at_once(p.longest * p.group, p.queries);
+  return begin(packed_work, &p, &p.room, packed_room(&p), threads, team);
 }

@@ -273,7 +273,8 @@ def _packed(spans: Spans, fmt: NumberFormat, given: Sequence[Tensor], results: S
     heads, count, size = q.shape[1:]
     sizes = len(spans.prompts_U4), k.shape[1], heads // k.shape[1], size, *spans.longest
     strides = [n for x in given for n in (x.stride(1), x.stride(2))]
-    threads = torch.get_num_threads() if heads * count * size >= SHARED >> 4 else 1
+    work = heads * count * spans.longest[0] * size  # at most
+    threads = torch.get_num_threads() if work >= SHARED else 1
     failed = library().mantissa_packed_attention(
         q.element_size(), FORMATS.index(fmt), (ctypes.c_void_p * 5)(*(x.data_ptr() for x in given)),
         (ctypes.c_void_p * 3)(*(x.data_ptr() for x in results)), spans.prompts_U4.data_ptr(),
@@ -729,7 +730,7 @@ class Compiles:
     def compiles(self, x: Tensor, width: int = 0, part: Part = "rows") -> bool:
         """Whether compiled code computes that of such tensors, in training too."""
         read = x.dtype is self.dtype and x.dtype in _READ
-        return read and bool(self.products.has(part, x, self.format, width, differentiable=True))
+        return read and bool(self.products.has(part, x, self.format, width))
 
     def packed_attention(self, q: Tensor, k: Tensor, v: Tensor, spans: SpansOf) -> Tensor | None:
         """``Kernels.packed_attention``."""

@@ -129,14 +129,9 @@ class Products:
             return compiled.lay_codes(copy_FE) if held == "int8" else compiled.lay(copy_FE, kind)
         return copy_FE if held == "int8" else packed(copy_FE)
 
-    def has(self, part: Part, x_NE: Tensor, fmt: NumberFormat, width: int = 0, *, differentiable: bool = False) -> bool:
-        """Whether that compiled part was measured to be faster here, and computes rows like these.
-
-        ``differentiable``: it is to be called with gradients too.
-        """
-        if x_NE.device.type != "cpu" or (torch.is_grad_enabled() and not differentiable):
-            return False
-        if not compiled.computes(width or x_NE.shape[-1], fmt):
+    def has(self, part: Part, x_NE: Tensor, fmt: NumberFormat, width: int = 0) -> bool:
+        """Whether that compiled part was measured to be faster here, and computes rows like these."""
+        if x_NE.device.type != "cpu" or not compiled.computes(width or x_NE.shape[-1], fmt):
             return False
         return part in (self.table or products()).compiled
 
