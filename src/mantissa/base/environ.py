@@ -51,8 +51,8 @@ _MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"
 _SPINS = "10000"
 _LOAD = os.getloadavg()[0]  # before this process adds its own: of an hour's training the present one would be its own
 # The instructions that torch, oneDNN and MKL choose by: another set of them sums and rounds otherwise.
-_FLAGS = ("avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16",
-          "amx_bf16", "amx_int8", "amx_fp16", "asimd", "sve", "bf16", "i8mm")  # fmt: skip
+_FLAGS = ("avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512vbmi", "avx512_vnni", "avx512_bf16",
+          "avx512_fp16", "amx_bf16", "amx_int8", "amx_fp16", "asimd", "sve", "bf16", "i8mm")  # fmt: skip
 
 
 def end_with_launcher() -> None:

@@ -45,16 +45,22 @@ from torch.autograd.function import once_differentiable
 
 from mantissa.base.environ import CPU_FLAGS
 from mantissa.base.errors import MantissaError
-from mantissa.precision import BF16, FP16, FP32, NumberFormat, round_to_format, round_to_format_
+from mantissa.precision import BF16, BLOCK, FP16, FP32, NumberFormat, round_to_format, round_to_format_
 
 Kind = Literal["fp32", "bf16", "fp16", "pairs"]
-Part = Kind | Literal["attention", "rows", "int8"]  # of the library, each used where it was measured to be faster
-KINDS: tuple[Kind, ...] = ("fp32", "bf16", "fp16", "pairs")  # in the order of the source's enum
-PARTS: tuple[Part, ...] = (*KINDS, "attention", "rows", "int8")
+Coded = Literal["int8", "codes", "folded", "total"]  # held as codes, their scales beside them: ``Laid``
+Held = Kind | Coded
+Part = Kind | Literal["attention", "rows", "int8", "codes"]  # of the library, each used where it was measured faster
+KINDS: tuple[Kind, ...] = ("fp32", "bf16", "fp16", "pairs")
+HELD: tuple[Held, ...] = (*KINDS, "int8", "codes", "folded", "total")  # in the order of the source's enum
+PARTS: tuple[Part, ...] = (*KINDS, "attention", "rows", "int8", "codes")
 FP8, FP8_BY_POWER_OF_TWO = "fp8", "fp8 by a power of two"
 SCALED = (FP8, FP8_BY_POWER_OF_TWO, "mxfp8", "mxfp4", "nvfp4", "int8")  # in the order of the source's enum
-_HELD = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "pairs": torch.bfloat16}
-_GROUP: dict[str, int] = {"pairs": 2, "int8": 4}  # inputs that are multiplied at a time
+_HELD: dict[str, torch.dtype] = {
+    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "pairs": torch.bfloat16, "int8": torch.int8,
+    "codes": torch.float8_e4m3fn, "folded": torch.float8_e4m3fn, "total": torch.bfloat16,
+}  # fmt: skip
+_GROUP: dict[str, int] = {"pairs": 2, "int8": 4, "codes": 2, "folded": 2, "total": 2}  # inputs multiplied at a time
 _FOLDER = Path(__file__).parent
 _SOURCES = tuple(_FOLDER / f"{name}.c" for name in ("products", "attention", "rows", "rounding", "step"))
 _HEADER = _FOLDER / "vectors.h"
@@ -65,7 +71,7 @@ _SECONDS = 60.0  # that a compiler may take: it takes five
 _OPTIONS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-_MORE = {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"}
+_MORE = {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni", "avx512vbmi": "-mavx512vbmi"}
 _TILES = {"amx_bf16": "-mamx-bf16", "amx_int8": "-mamx-int8"}  # used where both are there
 _ROWS_AT_A_TIME = 32  # the sources' AT_A_TIME
 LINE = 64  # bytes of a line of the cache
@@ -77,16 +83,19 @@ class Laid(Tensor):
     done but to multiply by it, and to make it plain again (``to_dense``: the same values, in the dtype it came in).
 
     ``pairs``: in bf16, for rows in bf16, multiplied two at a time by the processor's own instruction (AVX512-BF16,
-    AMX). ``int8``: codes, for ``integer_product`` (AVX512-VNNI, AMX).
+    AMX). ``int8``: codes, for ``integer_product`` (AVX512-VNNI, AMX). For ``coded_product``, by that of pairs: e4m3's
+    codes, of which ``per`` in a row share a scale, fp32 (``codes``) or a power of two (``folded``); and values of bf16
+    that an output's one scale belongs to (``total``).
     """
 
     held: Tensor
-    kind: Kind | Literal["int8"]
+    kind: Held
+    per: int
 
     @staticmethod
-    def __new__(cls, values: Tensor, shape: Sequence[int], kind: Kind | Literal["int8"], dtype: torch.dtype) -> Laid:
+    def __new__(cls, values: Tensor, shape: Sequence[int], kind: Held, dtype: torch.dtype, per: int = 1) -> Laid:
         laid: Laid = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=values.device)
-        laid.held, laid.kind = values, kind
+        laid.held, laid.kind, laid.per = values, kind, per
         return laid
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -98,28 +107,50 @@ class Laid(Tensor):
     ) -> Any:
         laid = args[0]
         if function is torch.ops.aten.detach.default:
-            return Laid(laid.held, laid.shape, laid.kind, laid.dtype)
+            return Laid(laid.held, laid.shape, laid.kind, laid.dtype, laid.per)
         raise NotImplementedError(f"{function} of a weight in the layout of compiled products: use to_dense() first")
 
     def to_dense(self, *_: Any, **__: Any) -> Tensor:
         """The weight again, F,E: the same values, in the dtype it came in."""
-        held = self.held[: self.shape.numel()]
+        dtype = _HELD[self.kind]  # what was put behind the values is left out
+        held = self.held.view(torch.uint8)[: self.shape.numel() * dtype.itemsize].view(dtype)
+        held = _interleaved(held, self.kind, back=True)
         return _laid(held, self.shape, self.kind, back=True).view(self.shape).to(self.dtype)
 
-    def product(self, x_NE: Tensor, bias_F: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-        """x @ weight^T + bias, summed in fp32 and rounded once to ``dtype``: fp32, or bf16. Not differentiable."""
+    def product(
+        self,
+        x_NE: Tensor,
+        bias_F: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        scales_NG: Tensor | None = None,
+    ) -> Tensor:
+        """x @ weight^T + bias, summed in fp32 and rounded once to ``dtype``: fp32, or bf16. Not differentiable.
+
+        ``scales_NG``: those of each row's groups of ``per``, where ``x_NE`` is codes too.
+        """
         features, inputs = self.shape
-        x_NE = x_NE.to(torch.bfloat16 if self.kind == "pairs" else torch.float32).contiguous()
+        x_NE = x_NE.to(torch.float32 if self.kind in KINDS[:3] else torch.bfloat16).contiguous()
         out_NF = _results(x_NE, features, dtype)
         rows = x_NE.numel() // inputs
         bias = None if bias_F is None else bias_F.float().contiguous()
         threads = torch.get_num_threads() if rows * features * inputs >= SHARED else 1
         library().mantissa_product(
-            KINDS.index(self.kind), self.held.data_ptr(), x_NE.data_ptr(), out_NF.data_ptr(),
-            dtype is torch.bfloat16, None if bias is None else bias.data_ptr(), rows, inputs, features, threads,
+            HELD.index(self.kind), self.held.data_ptr(), x_NE.data_ptr(), out_NF.data_ptr(),
+            dtype is torch.bfloat16, None if bias is None else bias.data_ptr(),
+            None if scales_NG is None else scales_NG.data_ptr(), self.per, rows, inputs, features, threads,
             team() if threads > 1 else None,
         )  # fmt: skip
         return out_NF
+
+    def coded_product(
+        self, x_NE: Tensor, scheme: str | None, bias_F: Tensor | None = None, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Q(x) @ weight^T + bias of a weight that is codes, rounded once to ``dtype``. ``scheme``: of Q (``SCALED``);
+        None: x as it is. A group's products are summed in fp32, multiplied by both scales, and added up."""
+        scales_NG = None
+        if scheme is not None:
+            x_NE, scales_NG = scaled_apart(x_NE, scheme, values=self.kind == "folded")
+        return self.product(x_NE, bias_F, dtype, scales_NG)
 
     def integer_product(
         self, x_NE: Tensor, scales_F: Tensor, bias_F: Tensor | None = None, dtype: torch.dtype = torch.float32
@@ -158,6 +189,26 @@ def lay_codes(codes_FE: Tensor) -> Laid:
     return Laid(held, codes_FE.shape, "int8", torch.int8)
 
 
+def lay_scaled(codes_FE: Tensor, scales_FG: Tensor, per: int, folded: bool) -> Laid:
+    """e4m3's codes and the scales of each output's groups of ``per``, powers of two where they are ``folded``; or
+    bf16's values and each output's one scale. See ``Laid``."""
+    groups = scales_FG.shape[1]
+    kind: Coded = "total" if codes_FE.dtype is torch.bfloat16 else "folded" if folded else "codes"
+    if folded:  # the exponents, 2^-127's too
+        scales_FG = ((scales_FG.contiguous().view(torch.int32) >> 23) - 127).to(torch.int8)
+    of_blocks = scales_FG.view(-1, library().mantissa_block(), groups).transpose(1, 2).contiguous()
+    laid = _laid(codes_FE.contiguous(), codes_FE.shape, kind)
+    held = torch.cat((_interleaved(laid, kind).view(torch.uint8), of_blocks.view(-1).view(torch.uint8)))
+    return Laid(held, codes_FE.shape, kind, codes_FE.dtype, per)
+
+
+def _interleaved(laid: Tensor, kind: Held, back: bool = False) -> Tensor:
+    """Codes in the order that the processor unpacks them in: of 64, by eights, those of both halves in turn."""
+    if kind not in ("codes", "folded"):
+        return laid
+    return laid.view(-1, *((4, 2) if back else (2, 4)), 8).transpose(1, 2).reshape(-1)
+
+
 def lay(weight_FE: Tensor, kind: Kind) -> Laid:
     """``weight_FE`` laid out; its values must be ``kind``'s."""
     held, (features, inputs) = weight_FE.to(_HELD[kind]).contiguous(), weight_FE.shape
@@ -169,7 +220,7 @@ def is_laid(weight: Tensor) -> bool:
     return weight.is_mkldnn or isinstance(weight, Laid)
 
 
-def fits(shape: Sequence[int], kind: Kind | Literal["int8"]) -> bool:
+def fits(shape: Sequence[int], kind: Held) -> bool:
     """Whether a weight of this shape can be laid out: whole blocks of outputs, and whole groups of inputs."""
     return len(shape) == 2 and shape[0] % library().mantissa_block() == 0 and shape[1] % _GROUP.get(kind, 1) == 0
 
@@ -422,7 +473,7 @@ def scaled(x_NE: Tensor, scheme: str) -> Tensor | None:
     out_NE, rows = torch.empty_like(x_NE), x_NE.numel() // max(1, width)
     threads = torch.get_num_threads() if x_NE.numel() >= SHARED else 1
     failed = library().mantissa_scaled(
-        SCALED.index(scheme), x_NE.element_size(), x_NE.data_ptr(), out_NE.data_ptr(), rows, width, threads,
+        SCALED.index(scheme), x_NE.element_size(), x_NE.data_ptr(), out_NE.data_ptr(), None, rows, width, threads,
         team() if threads > 1 else None,
     )  # fmt: skip
     if failed:
@@ -430,10 +481,29 @@ def scaled(x_NE: Tensor, scheme: str) -> Tensor | None:
     return out_NE
 
 
+def scaled_apart(x_NE: Tensor, scheme: str, values: bool = False) -> tuple[Tensor, Tensor | None]:
+    """What ``scaled`` multiplies into values, as a product takes it, in bf16: each row's codes, and the scales of its
+    groups; of nvfp4 codes times their e4m3, and the row's fp32 one. ``values``: bf16's values, and None."""
+    x_NE, width = x_NE.to(torch.bfloat16).contiguous(), x_NE.shape[-1]
+    out_NE, rows = torch.empty_like(x_NE), x_NE.numel() // width
+    scales_NG = None if values else torch.empty(rows, 1 if scheme == "nvfp4" else -(-width // BLOCK))
+    threads = torch.get_num_threads() if x_NE.numel() >= SHARED else 1
+    failed = library().mantissa_scaled(
+        SCALED.index(scheme), x_NE.element_size(), x_NE.data_ptr(), out_NE.data_ptr(),
+        None if scales_NG is None else scales_NG.data_ptr(), rows, width, threads, team() if threads > 1 else None,
+    )  # fmt: skip
+    if failed:
+        raise MemoryError(f"a row of {width} values")
+    return out_NE, scales_NG
+
+
 def parts() -> tuple[Part, ...]:
     """What there is here."""
-    found: tuple[Part, ...] = (*kinds(), "attention", "rows") if kinds() else ()
-    return (*found, "int8") if found and "avx512_vnni" in _flags() else found
+    if not kinds():
+        return ()
+    int8: tuple[Part, ...] = ("int8",) if "avx512_vnni" in _flags() else ()
+    codes: tuple[Part, ...] = ("codes",) if "pairs" in kinds() and "avx512vbmi" in _flags() else ()
+    return (*kinds(), "attention", "rows", *int8, *codes)
 
 
 def kinds() -> tuple[Kind, ...]:
@@ -495,7 +565,7 @@ def built() -> tuple[Any | None, str]:
     if compiler is None:
         return None, f"there is no C compiler ({named or ', '.join(_COMPILERS)})"
     options = (*_AVX2, *(_AVX512 if "avx512f" in flags else ()), *(o for flag, o in _MORE.items() if flag in flags))
-    tiles = ("-mamx-tile", *_TILES.values()) if {*_MORE, *_TILES} <= set(flags) else ()
+    tiles = ("-mamx-tile", *_TILES.values()) if {"avx512_bf16", "avx512_vnni", *_TILES} <= set(flags) else ()
     try:
         with _folder() as folder:
             for more in dict.fromkeys((tiles, ())):  # a compiler may know the processor's vectors and not its tiles
@@ -555,7 +625,7 @@ def _compile(compiler: str, options: tuple[str, ...], path: Path) -> None:
 def _opened(path: Path) -> Any:
     library = ctypes.CDLL(str(path))
     pointer, size, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-    library.mantissa_product.argtypes = [number, *[pointer] * 3, number, pointer, *[size] * 3, number, pointer]
+    library.mantissa_product.argtypes = [number, *[pointer] * 3, number, *[pointer] * 2, *[size] * 4, number, pointer]
     library.mantissa_attention.argtypes = [*[number] * 2, *[pointer] * 6, ctypes.c_float, number, pointer]
     real, threads = ctypes.c_float, (number, pointer)
     library.mantissa_packed_attention.argtypes = [*[number] * 2, *[pointer] * 6, real, *threads]
@@ -567,7 +637,7 @@ def _opened(path: Path) -> Any:
     library.mantissa_round.argtypes = [number, pointer, pointer, size, number, pointer]
     library.mantissa_codes.argtypes = [number, *[pointer] * 3, *[size] * 2]
     library.mantissa_integers.argtypes = [*[pointer] * 3, number, *[pointer] * 3, *[size] * 3, number, pointer]
-    library.mantissa_scaled.argtypes = [*[number] * 2, *[pointer] * 2, *[size] * 2, number, pointer]
+    library.mantissa_scaled.argtypes = [*[number] * 2, *[pointer] * 3, *[size] * 2, number, pointer]
     library.mantissa_step.argtypes = [pointer, pointer]
     library.mantissa_room.argtypes = [pointer, size]
     library.mantissa_room.restype = size

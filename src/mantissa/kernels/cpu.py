@@ -48,8 +48,23 @@ from mantissa.base.environ import CPU_MODEL
 from mantissa.base.errors import MantissaError
 from mantissa.base.readers.json import parse_json
 from mantissa.kernels import compiled
-from mantissa.kernels.compiled import KINDS, PARTS, Kind, Laid, Part
-from mantissa.precision import FP32, BlockScaled, NumberFormat, formats, int8_codes
+from mantissa.kernels.compiled import FP8, FP8_BY_POWER_OF_TWO, KINDS, PARTS, Kind, Laid, Part
+from mantissa.precision import (
+    ALONG_ROWS,
+    BLOCK,
+    E4M3,
+    FP32,
+    SCHEMES,
+    SQUARE,
+    BlockScaled,
+    Fp8Policy,
+    NumberFormat,
+    Quantized,
+    formats,
+    int8_codes,
+    quantized,
+    round_in_blocks,
+)
 
 Side = Literal["forward", "input", "weight", "heads"]
 Operands = Literal["fp32", "bf16"]  # what fp32 tensors hold: any values, or values on bf16's grid
@@ -120,14 +135,29 @@ class Products:
         way = self._way("weight", grad_NF, len(grad_NF), grad_NF.shape[1] * x_NE.shape[1])
         return multiply(way, grad_NF.t(), x_NE.t())
 
+    @property
+    def of_codes(self) -> bool:
+        """Whether there is a product of 8-bit floating-point codes here."""
+        return "codes" in (self.table or products()).compiled
+
     def laid(self, copy_FE: Tensor, kind: Kind) -> Tensor:
         """A copy that does not train, with values of ``kind``, in the layout that its product reads fastest."""
         if copy_FE.dim() != 2 or copy_FE.numel() < _SMALL_LAID or copy_FE.device.type != "cpu":
             return copy_FE
-        held: Kind | Literal["int8"] = "int8" if copy_FE.dtype is torch.int8 else kind
-        if held in (self.table or products()).compiled and compiled.fits(copy_FE.shape, held):
-            return compiled.lay_codes(copy_FE) if held == "int8" else compiled.lay(copy_FE, kind)
-        return copy_FE if held == "int8" else packed(copy_FE)
+        if kind in (self.table or products()).compiled and compiled.fits(copy_FE.shape, kind):
+            return compiled.lay(copy_FE, kind)
+        return packed(copy_FE)
+
+    def laid_codes(self, copy: BlockScaled, fp8: Fp8Policy) -> Tensor:
+        """The codes of ``quantized_copy``, laid out with their scales; themselves where there is no product of them."""
+        codes_FE, kept = copy.codes, (self.table or products()).compiled
+        part: Literal["int8", "codes"] = "int8" if codes_FE.dtype is torch.int8 else "codes"
+        laid = codes_FE.device.type == "cpu" and codes_FE.numel() >= _SMALL_LAID and part in kept
+        if not laid or not compiled.fits(codes_FE.shape, part):
+            return codes_FE
+        if part == "int8":
+            return compiled.lay_codes(codes_FE)
+        return compiled.lay_scaled(codes_FE, copy.scales, _per(fp8), fp8.power_of_two)
 
     def has(self, part: Part, x_NE: Tensor, fmt: NumberFormat, width: int = 0) -> bool:
         """Whether that compiled part was measured to be faster here, and computes rows like these."""
@@ -157,6 +187,75 @@ def int8(
     out_NF = sums_NF.mul_(scales_N1).mul_(weight_FE.scales.view(-1))
     out_NF = out_NF if bias_F is None else out_NF.add_(bias_F)
     return out_NF.view(*x_NE.shape[:-1], len(weight_FE.codes)).to(dtype)
+
+
+def quantized_copy(master_FE: Tensor, fp8: Fp8Policy, products: Products) -> Tensor | BlockScaled:
+    """What a rollout keeps of a weight for ``quantized_product``: codes and the scales of each output's groups, all in
+    fp32; its values in bf16, which holds those of powers of two, where no product of codes was measured to be good."""
+    scheme = SCHEMES[fp8.scheme] if isinstance(fp8, Quantized) else None
+    if scheme is not None and scheme.name == "int8":
+        return BlockScaled(*int8_codes(master_FE))
+    if not products.of_codes:
+        return weight_values(master_FE, fp8).bfloat16()
+    if scheme is None:
+        blocks = quantized(master_FE, E4M3, SQUARE, fp8.power_of_two)
+        return BlockScaled(blocks.codes, blocks.scales.repeat_interleave(BLOCK, 0)[: len(master_FE)])
+    coded = scheme.encode(master_FE.detach().float(), False)
+    if coded.total is not None:
+        scales_FG = coded.scales.float().repeat_interleave(scheme.size or 1, 1)[:, : master_FE.shape[1]]
+        return BlockScaled((coded.codes * scales_FG).bfloat16(), coded.total.expand(len(master_FE), 1))
+    scales_FG = coded.scales
+    if scales_FG.dtype is torch.uint8:
+        scales_FG = torch.ldexp(torch.ones(scales_FG.shape), scales_FG.int() - 127)
+    return BlockScaled(coded.codes.to(E4M3.dtype), scales_FG)  # which holds e2m1's codes and integers up to 16 too
+
+
+def quantized_product(
+    x_NE: Tensor, weight_FE: Tensor | BlockScaled, bias_F: Tensor | None, fp8: Fp8Policy, products: Products
+) -> Tensor:
+    """Q(x) Q(W)^T + bias of what ``quantized_copy`` keeps, rounded once to the dtype of ``x``."""
+    if isinstance(weight_FE, Tensor):
+        return products.forward(activation_values(x_NE, fp8), weight_FE, bias_F)
+    wide = None if bias_F is None else bias_F.float()
+    if weight_FE.codes.dtype is torch.int8:
+        return int8(x_NE.detach(), weight_FE, wide, x_NE.dtype)
+    if isinstance(weight_FE.codes, Laid):
+        return weight_FE.codes.coded_product(x_NE.detach(), activation_scheme(fp8), wide, x_NE.dtype)
+    values_FE = weight_FE.codes.float()  # of a shape that is not laid out: the values themselves, in fp32
+    values_FE *= weight_FE.scales.repeat_interleave(_per(fp8) or len(values_FE[0]), 1)[:, : values_FE.shape[1]]
+    return F.linear(activation_values(x_NE.float(), fp8), values_FE, wide).to(x_NE.dtype)
+
+
+def _per(fp8: Fp8Policy) -> int:
+    """Inputs that share a scale; 0: all of an output's."""
+    if not isinstance(fp8, Quantized):
+        return BLOCK
+    return 0 if fp8.scheme == "nvfp4" else SCHEMES[fp8.scheme].size or 0
+
+
+def weight_values(master_FE: Tensor, fp8: Fp8Policy) -> Tensor:
+    """The fp32 values of a weight's codes: what the simulated products multiply, in learner and rollout alike."""
+    if isinstance(fp8, Quantized):
+        return SCHEMES[fp8.scheme].encode(master_FE.detach().float(), False).values
+    return round_in_blocks(master_FE, E4M3, SQUARE, fp8.power_of_two)
+
+
+def activation_scheme(fp8: Fp8Policy) -> str | None:
+    """What ``compiled.scaled`` knows the activations' grid by; None where they stay as they are."""
+    if isinstance(fp8, Quantized):
+        return fp8.scheme if SCHEMES[fp8.scheme].activations else None
+    return FP8_BY_POWER_OF_TWO if fp8.power_of_two else FP8
+
+
+def activation_values(x_NE: Tensor, fp8: Fp8Policy) -> Tensor:
+    """The values of an activation as an operand of the forward product: fp32, or bf16 where that holds them."""
+    scheme = activation_scheme(fp8)
+    values_NE = x_NE if scheme is None else compiled.scaled(x_NE, scheme)
+    if values_NE is not None:
+        return values_NE
+    if isinstance(fp8, Quantized):
+        return SCHEMES[fp8.scheme].activation(x_NE).to(x_NE.dtype)
+    return round_in_blocks(x_NE, E4M3, ALONG_ROWS, fp8.power_of_two).to(x_NE.dtype)
 
 
 def packable(shape: tuple[int, ...]) -> bool:
@@ -419,6 +518,7 @@ def measured() -> CpuProducts:
                 ways[f"fp32 {side}"], ways[f"bf16 {side}"] = _of_side(side, generator)
             flushes = "bf16" in ratios and _flushes()
             faster = _compiled("bf16" in ratios, generator) + (_compiled_int8(generator) if "int8" in ratios else ())
+            faster += _compiled_codes(generator) if {"pairs", "codes"} <= {*faster, *compiled.parts()} else ()
     finally:
         torch.set_num_threads(threads)
     return CpuProducts(ratios.get("bf16", math.inf), ratios.get("int8", math.inf), ways, flushes, faster)
@@ -480,6 +580,26 @@ def _compiled_int8(generator: torch.Generator) -> tuple[Part, ...]:
         least = _least(calls, _COMPILED_ROUNDS)
         over += math.log(least["ours"] / least["torch"])
     return ("int8",) if over < len(_DECODED_ROWS) * math.log(_COMPILED_WORTH) else ()
+
+
+def _compiled_codes(generator: torch.Generator) -> tuple[Part, ...]:
+    """The compiled product of 8-bit codes, where it is exact (of integers beside one of 448 in each block, whose scales
+    are 1) and no slower than oneDNN's of fp32, by which the values would be multiplied."""
+    inputs, outputs = _DECODED
+    x, weight = (torch.randint(-8, 9, (n, inputs), generator=generator).float() for n in (max(_DECODED_ROWS), outputs))
+    x[:, ::BLOCK] = weight[::BLOCK, ::BLOCK] = E4M3.largest
+    codes, theirs, over = quantized(weight, E4M3, SQUARE), _reordered(weight), 0.0
+    ours = compiled.lay_scaled(codes.codes, codes.scales.repeat_interleave(BLOCK, 0), BLOCK, folded=False)
+    if not torch.equal(ours.coded_product(x, FP8), F.linear(x, weight)):
+        return ()
+    for rows in _DECODED_ROWS:
+        calls: dict[str, Callable[[], object]] = {
+            "oneDNN": functools.partial(onednn, x[:rows], theirs),
+            "ours": functools.partial(ours.coded_product, x[:rows].bfloat16(), FP8),
+        }
+        least = _least(calls, _COMPILED_ROUNDS)
+        over += math.log(least["ours"] / least["oneDNN"])
+    return ("codes",) if over < len(_DECODED_ROWS) * math.log(_COMPILED_WORTH) else ()
 
 
 def _norm(x_NE: Tensor, y_NE: Tensor) -> Tensor:

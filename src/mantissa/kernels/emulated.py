@@ -40,7 +40,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.kernels.compiled import SpansOf
 from mantissa.kernels.cpu import CpuProducts
 from mantissa.kernels.simulated import Product, RMSNorm, SimulatedKernels, _fold, _query_blocks, _SwiGLU
-from mantissa.precision import FP32, Fp8Policy, NumberFormat, round_to_format, round_to_format_
+from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_to_format, round_to_format_
 
 SPLITS = 4
 BLOCK = 16
@@ -161,7 +161,8 @@ class EmulatedKernels(SimulatedKernels):
         super().__init__(fmt, fmt if emulation.logits else logits_format, weights_on_grid, fp8, table)
         self.emulation = emulation
 
-    def laid(self, copy: Tensor, layer: str = "") -> Tensor:
+    def laid(self, copy: Tensor | BlockScaled, layer: str = "") -> Tensor:
+        assert isinstance(copy, Tensor)  # values: codes are the fast native family's
         sliced = self.emulation.products is not None or self.emulation.tensor_parallel is not None
         return copy if sliced else super().laid(copy, layer)
 

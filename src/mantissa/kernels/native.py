@@ -5,7 +5,7 @@ it is installed, else the one behind torch's ``scaled_dot_product_attention`` (b
 uses torch's memory-efficient one, which wants as many key heads as query heads).
 
 On a CPU this family is fp32's, and bf16's where the processor multiplies it itself (``cpu.py``): products of bf16
-tensors, summed in fp32 and rounded once; over it int8's, summed as integers (``cpu.int8``). Attention and rows are our
+tensors, summed in fp32 and rounded once; over it those of codes (``cpu.quantized_product``). Attention and rows are our
 own, and fp32 logits, whose sum no library on a CPU hands out: compiled, or of widened operands. fp16 is slow there.
 
 Every cast is on a line of its own. The two-line ``weight`` is all that mixed precision needs: the fp32 master is cast
@@ -30,10 +30,8 @@ from mantissa.kernels.simulated import (
     ProductOf,
     RMSNorm,
     Rotate,
-    activation_values,
     cached_probabilities,
     inverse_rms,
-    weight_values,
 )
 from mantissa.precision import (
     BF16,
@@ -41,8 +39,6 @@ from mantissa.precision import (
     BlockScaled,
     Fp8Policy,
     NumberFormat,
-    Quantized,
-    int8_codes,
     round_to_format,
     token_logprob,
 )
@@ -51,8 +47,8 @@ from mantissa.precision import (
 class NativeKernels(Compiles):
     """The operations in ``fmt``, on tensors of dtype ``fmt.dtype``. See ``Kernels`` for each one's contract.
 
-    ``fp8``: which products have fp8 operands (CUDA, Hopper and later), or on a CPU, and of copies alone, int8 ones, or
-    codes times powers of two, whose values are bf16's; ``fmt`` is then their base. ``table``: which way a CPU
+    ``fp8``: which products have fp8 operands (CUDA, Hopper and later), or on a CPU, and of copies alone, codes of any
+    scaled format (``cpu.quantized_copy``); ``fmt`` is then their base. ``table``: which way a CPU
     multiplies; None: as measured on this machine. ``copies``: the weights given are those that ``copied`` made, and
     have no gradient.
     """
@@ -85,10 +81,8 @@ class NativeKernels(Compiles):
             return round_to_format(master.detach(), self.format)  # logits are an fp32 product: widened once, here
         if self.fp8 is None or not self._in_fp8(layer):
             return self.weight(master.detach())
-        if _is_int8(self.fp8):
-            return BlockScaled(*int8_codes(master))
         if not _by_triton(master):
-            return weight_values(master, self.fp8).to(self.dtype)  # codes times powers of two: exact in bf16
+            return cpu.quantized_copy(master, self.fp8, self.products)
         from mantissa.kernels.triton.products import quantized_weight
 
         return quantized_weight(master, self.fp8)
@@ -98,7 +92,9 @@ class NativeKernels(Compiles):
         """Whether logits need a product with an fp32 result: in bf16 they are rounded once by the product itself."""
         return self.format is not BF16 or self.logits_format is not BF16
 
-    def laid(self, copy: Tensor, layer: str = "") -> Tensor:
+    def laid(self, copy: Tensor | BlockScaled, layer: str = "") -> Tensor:
+        if isinstance(copy, BlockScaled):
+            return self.products.laid_codes(copy, self.fp8)
         kind: Kind | None = "fp32" if self.format is FP32 else "pairs" if self.format is BF16 else None
         return copy if kind is None else self.products.laid(copy, kind)
 
@@ -106,11 +102,7 @@ class NativeKernels(Compiles):
         self, x_NE: Tensor, weight_FE: Tensor | BlockScaled, bias_F: Tensor | None = None, layer: str = ""
     ) -> Tensor:
         bias = None if bias_F is None else self.weight(bias_F)
-        quantized = self._in_fp8(layer)
-        if quantized and isinstance(weight_FE, Tensor) and not _by_triton(x_NE) and not _is_int8(self.fp8):
-            assert self.fp8 is not None
-            x_NE, quantized = activation_values(x_NE, self.fp8), False
-        if not quantized:
+        if not self._in_fp8(layer):
             assert isinstance(weight_FE, Tensor)  # only what the policy names is kept as codes
             weight = self.weight(weight_FE)
             if is_laid(weight):
@@ -118,10 +110,9 @@ class NativeKernels(Compiles):
             if self._is_cpus_own(x_NE):
                 return Linear.of(x_NE, weight, bias, FP32, FP32, self.products.forward, self.products)
             return F.linear(x_NE, weight, bias)
-        if _is_int8(self.fp8):
-            codes = weight_FE if isinstance(weight_FE, BlockScaled) else BlockScaled(*int8_codes(weight_FE))
-            wide = None if bias is None else bias.float()
-            return cpu.int8(x_NE.detach(), codes, wide, self.dtype)
+        assert self.fp8 is not None
+        if not _by_triton(x_NE):
+            return cpu.quantized_product(x_NE, weight_FE, bias, self.fp8, self.products)
         from mantissa.kernels.triton.products import Fp8Linear
 
         if isinstance(weight_FE, BlockScaled):
@@ -223,10 +214,6 @@ class NativeKernels(Compiles):
             p_NGS = cached_probabilities(q_NGD, k_BKSD.flatten(0, 1), mask_N1S).to(self.dtype)
         v_NSD = v_BKSD.flatten(0, 1).to(self.dtype)  # a cache may be coarser than the rollout
         return torch.bmm(p_NGS, v_NSD).view(q_BHD.shape)
-
-
-def _is_int8(fp8: Fp8Policy | None) -> bool:
-    return isinstance(fp8, Quantized) and fp8.scheme == "int8"
 
 
 def _by_triton(x: Tensor) -> bool:

@@ -92,7 +92,12 @@ class _Products:
 
     def _weight(self, layer: str, entries: Entries, copy: bool) -> Tensor | BlockScaled:
         master = self._filled(entries, torch.float32)
-        return self.kernels.copied(master, layer) if self.on_grid or copy else master
+        if not self.on_grid and not copy:
+            return master
+        made = self.kernels.copied(master, layer)
+        if isinstance(made, Tensor):
+            return made
+        return BlockScaled(self.kernels.laid(made, layer), made.scales)  # as a rollout keeps codes
 
     def _filled(self, entries: Entries, dtype: torch.dtype, rows: int = _SIZE) -> Tensor:
         filled = torch.zeros(rows, _SIZE, dtype=torch.float32)

@@ -8,6 +8,11 @@ Each output is one fp32 sum, over the inputs in order, by fused multiply-adds (p
 of two bf16 pairs). So it is the same however many rows, blocks or threads there are. "int8": of four inputs, output by
 output, summed as int32.
 
+Codes: of a weight in an 8-bit format (e4m3, which holds e2m1's and four-bit integers too), a byte each, laid out as pairs
+are, but that 8 bytes of one vector and of the next lie in turn; the scales of each output's groups of inputs follow. A block's codes become bf16 in the cache, some inputs at a
+time, and are multiplied there by all rows. Where the scales are powers of two, the values are bf16's too ("folded");
+else each group's sum is multiplied by the scales of both operands, as on a tensor core.
+
 A processor with AMX multiplies pairs and int8 in tiles of up to 16 rows by 16 outputs: the same layout, and still one
 sum an output, whose order the instruction defines whatever rows stand beside it. */
 
@@ -24,14 +29,15 @@ enum { BLOCK = LANES * VECTORS };
 
 INLINE long inputs_at_once(long rows) { return rows < FEW ? (1 << 15) / (4 * BLOCK) : AT_ONCE; }
 
-enum kind { OF_FP32, OF_BF16, OF_FP16, PAIRS, OF_INT8 };
+enum kind { OF_FP32, OF_BF16, OF_FP16, PAIRS, OF_INT8, CODES, FOLDED, TOTAL }; /* TOTAL: pairs, an output's one scale */
 
 /* One product: what every thread of it reads, and the next block that none has taken. */
 struct product {
   const void *weight, *x;
   void *y; /* fp32; bf16 where `halves` */
   const float *bias;
-  const float *scales, *row_scales; /* of codes: of each output, and of each row */
+  const float *scales, *row_scales; /* of codes: of each output, and of each row (its groups); NULL: 1 */
+  long per; /* inputs that share a scale */
   long rows, in, out, taken, share, group; /* group: rows at a time */
   int halves;
   enum kind kind;
@@ -219,10 +225,16 @@ static void shape_tiles(int *held, long tall, long rest) {
 
 /* `bytes`: of a row of x. */
 #define TILES(NAME, VALUE, PRODUCT)                                                                               \
-  /* Up to 16 rows by the block's 64 outputs. */                                                                  \
-  static void NAME##_low(const char *w, const char *x, float *y, long bytes, long out, int first) {               \
-    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);                                                   \
-    for (long e = 0; e < bytes; e += DEEP, w += 16 * 4 * BLOCK) {                                                 \
+  /* Up to 16 rows by the block's 64 outputs, over `count` bytes of each row. */                                  \
+  static void NAME##_low(const char *w, const char *x, float *y, long bytes, long count, long out, int begun,     \
+                         int first) {                                                                             \
+    if (begun) {                                                                                                  \
+      _tile_loadd(0, y, 4 * out); _tile_loadd(1, y + 16, 4 * out);                                                \
+      _tile_loadd(2, y + 32, 4 * out); _tile_loadd(3, y + 48, 4 * out);                                           \
+    } else {                                                                                                      \
+      _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);                                                 \
+    }                                                                                                             \
+    for (long e = 0; e < count; e += DEEP, w += 16 * 4 * BLOCK) {                                                 \
       if (first)                                                                                                  \
         for (int k = 0; k < 8; k++) ask_for(w + k * 512, 512);                                                    \
       _tile_loadd(4, x + e, bytes);                                                                               \
@@ -234,7 +246,7 @@ static void shape_tiles(int *held, long tall, long rest) {
     _tile_stored(0, y, 4 * out); _tile_stored(1, y + 16, 4 * out);                                                \
     _tile_stored(2, y + 32, 4 * out); _tile_stored(3, y + 48, 4 * out);                                           \
   }                                                                                                               \
-  /* 17 to 32 rows by 32 outputs, over `count` bytes of each row. */                                              \
+  /* 17 to 32 rows by 32 outputs. */                                                                             \
   static void NAME##_high(const char *w, const char *x, float *y, long bytes, long count, long out, int begun,    \
                           int first) {                                                                            \
     if (begun) {                                                                                                  \
@@ -254,22 +266,28 @@ static void shape_tiles(int *held, long tall, long rest) {
     _tile_stored(0, y, 4 * out); _tile_stored(1, y + 16, 4 * out);                                                \
     _tile_stored(2, y + 16 * out, 4 * out); _tile_stored(3, y + 16 * out + 16, 4 * out);                          \
   }                                                                                                               \
-  static void NAME(const VALUE *weight, const void *of, float *y, long rows, long bytes, long out, int *held) {   \
+  /* Over `all` bytes of each row, of `bytes`; `begun`: y holds the sums of those before; `first`: nobody has asked   \
+  for the weight. */                                                                                              \
+  INLINE void NAME##_part(const VALUE *weight, const void *of, float *y, long rows, long bytes, long all, long out, \
+                          int begun, int first, int *held) {                                                      \
     const char *w = (const void *)weight, *x = of;                                                                \
     long low = rows % 32 > 16 ? 0 : rows % 32, high = rows - low;                                                 \
     for (int half = 0; half < 2 && high; half++)                                                                  \
-      for (long e = 0; e < bytes; e += 4 * AT_ONCE) {                                                             \
-        long count = bytes - e < 4 * AT_ONCE ? bytes - e : 4 * AT_ONCE;                                           \
+      for (long e = 0; e < all; e += 4 * AT_ONCE) {                                                               \
+        long count = all - e < 4 * AT_ONCE ? all - e : 4 * AT_ONCE;                                               \
         for (long r = 0; r < high; r += 32) {                                                                     \
           shape_tiles(held, 16, high - r < 32 ? high - r - 16 : 16);                                              \
           NAME##_high(w + e * BLOCK + half * 128, x + r * bytes + e, y + r * out + half * 32, bytes, count, out,  \
-                      e > 0, r == 0);                                                                             \
+                      begun || e > 0, first && r == 0);                                                           \
         }                                                                                                         \
       }                                                                                                           \
     if (low) {                                                                                                    \
       shape_tiles(held, low, 0);                                                                                  \
-      NAME##_low(w, x + high * bytes, y + high * out, bytes, out, high == 0);                                     \
+      NAME##_low(w, x + high * bytes, y + high * out, bytes, all, out, begun, first && high == 0);                \
     }                                                                                                             \
+  }                                                                                                               \
+  static void NAME(const VALUE *weight, const void *of, float *y, long rows, long bytes, long out, int *held) {   \
+    NAME##_part(weight, of, y, rows, bytes, bytes, out, 0, 1, held);                                              \
   }
 TILES(tiles_pairs, uint16_t, _tile_dpbf16ps)
 TILES(tiles_int8, int8_t, _tile_dpbusd)
@@ -279,6 +297,7 @@ int mantissa_tiles(void) { return may_tile = syscall(SYS_arch_prctl, 0x1023 /* A
 enum { may_tile = 0 };
 #define in_tiles(bytes) 0
 #define tiles_pairs(weight, x, y, rows, bytes, out, held) (void)held
+#define tiles_pairs_part(weight, x, y, rows, bytes, all, out, begun, first, held) (void)held
 #define tiles_int8 tiles_pairs
 static void release_tiles(void) {}
 
@@ -298,7 +317,121 @@ static void of_integers(const struct product *p, long start, long from, long row
 }
 #endif
 
-static long width_of(const struct product *p) { return p->kind == OF_INT8 ? 1 : p->kind == PAIRS ? 2 : 4; }
+#if defined __AVX512BF16__ && defined __AVX512VBMI__
+#define OF_CODES
+#define MOST 512 /* inputs whose bf16 values lie in the cache at a time */
+#define AT_A_TIME 32 /* rows whose sums of a group do */
+
+/* The two bytes of each of e4m3's magnitudes as bf16. */
+struct bytes {
+  __m512i high[2], low[2];
+};
+
+static struct bytes bytes_of_e4m3(void) {
+  uint8_t high[128], low[128];
+  for (int code = 0; code < 128; code++) {
+    float value = code < 8 ? code * 0x1p-9f : (8 + code % 8) * 0x1p-10f * (1 << code / 8);
+    uint16_t bits = to_bf16(value);
+    high[code] = bits >> 8, low[code] = bits;
+  }
+  return (struct bytes){{_mm512_loadu_si512(high), _mm512_loadu_si512(high + 64)},
+                        {_mm512_loadu_si512(low), _mm512_loadu_si512(low + 64)}};
+}
+
+/* Values times powers of two, by adding to their exponents; `exact`: none leaves the normals, which are all that the
+processor knows. */
+INLINE __m512i times_power(__m512i value, __m512i power, const int exact) {
+  __m512i size = _mm512_and_si512(value, _mm512_set1_epi16(0x7FFF)), more;
+  __mmask32 some = _mm512_test_epi16_mask(size, size);
+  if (exact) return _mm512_mask_add_epi16(value, some, value, power);
+  more = _mm512_add_epi16(size, power);
+  some = _mm512_mask_cmpge_epi16_mask(some, more, _mm512_set1_epi16(0x80));
+  return _mm512_ternarylogic_epi32(value, _mm512_set1_epi16(-0x8000), _mm512_maskz_mov_epi16(some, more), 0xEA);
+}
+
+/* The values of `count` inputs of a block; `kind`: multiplied by `power` 0: not, 1: exactly, 2: as may be. */
+INLINE void widen_group(const uint8_t *w, uint16_t *wide, long count, const __m512i *power, const int kind,
+                        const struct bytes *of) {
+  for (long e = 0; e < count; e += 2, w += 2 * BLOCK, wide += 2 * BLOCK) {
+    ask_for(w, 2 * BLOCK);
+    UNROLL(int k = 0; k < VECTORS; k += 2) {
+      __m512i codes = _mm512_loadu_si512(w + 2 * k * LANES), low, high;
+      low = _mm512_permutex2var_epi8(of->low[0], codes, of->low[1]);
+      high = _mm512_permutex2var_epi8(of->high[0], codes, of->high[1]);
+      high = _mm512_ternarylogic_epi32(codes, _mm512_set1_epi8(-0x80), high, 0xEA); /* (a & b) | c */
+      __m512i one = _mm512_unpacklo_epi8(low, high), two = _mm512_unpackhi_epi8(low, high);
+      if (kind) one = times_power(one, power[k], kind == 1), two = times_power(two, power[k + 1], kind == 1);
+      _mm512_storeu_si512(wide + 2 * k * LANES, one);
+      _mm512_storeu_si512(wide + 2 * (k + 1) * LANES, two);
+    }
+  }
+}
+
+/* Of at most MOST inputs. `powers`: those of two that belong to them, BLOCK for each `per` inputs, or NULL. */
+static void widen_codes(const uint8_t *w, uint16_t *wide, long count, const int8_t *powers, long per,
+                        const struct bytes *of) {
+  if (!powers) widen_group(w, wide, count, NULL, 0, of);
+  for (long e = 0; powers && e < count; e += per, powers += BLOCK) {
+    long some = count - e < per ? count - e : per;
+    __m512i power[VECTORS], least = _mm512_set1_epi32(0);
+    UNROLL(int k = 0; k < VECTORS; k++) {
+      __m512i n = _mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(powers + k * LANES)));
+      least = _mm512_min_epi32(least, n);
+      n = _mm512_slli_epi32(n, 7); /* to both values' exponents */
+      power[k] = _mm512_mask_mov_epi16(_mm512_slli_epi32(n, 16), 0x55555555, n);
+    }
+    if (_mm512_cmplt_epi32_mask(least, _mm512_set1_epi32(-117))) widen_group(w + e * BLOCK, wide + e * BLOCK, some, power, 2, of);
+    else widen_group(w + e * BLOCK, wide + e * BLOCK, some, power, 1, of);
+  }
+}
+
+/* The sums of some rows by a block of bf16 pairs, over `count` inputs from the `e`th on. */
+INLINE void pairs_part(const struct product *p, const uint16_t *wide, const uint16_t *x, float *y, long rows, long count,
+                       long apart, int begun, int *tiles) {
+  if (in_tiles(2 * p->in)) tiles_pairs_part(wide, x, y, rows, 2 * p->in, 2 * count, apart, begun, 0, tiles);
+  else block_pairs_part(wide, x, p->in, count, y, rows, apart, begun, NULL, 0);
+}
+
+/* y += part times the scales of the group, of each output (`of`) and of each row. */
+static void add_group(const float *part, float *y, long rows, long apart, const float *of, const float *row, long step,
+                      int begun) {
+  for (long r = 0; r < rows; r++)
+    UNROLL(int k = 0; k < VECTORS; k++) {
+      vector scale = load_fp32(of + k * LANES), sum = load_fp32(part + r * BLOCK + k * LANES);
+      if (row) scale = times(all(row[r * step]), scale);
+      float *to = y + r * apart + k * LANES;
+      store(to, begun ? fused(sum, scale, load_fp32(to)) : times(sum, scale));
+    }
+}
+
+/* The sums of some rows by a block of codes. */
+static void block_codes(const struct product *p, long start, long from, const uint16_t *x, float *y, long rows, long apart,
+                        int *tiles) {
+  uint16_t wide[MOST * BLOCK] __attribute__((aligned(64)));
+  float part[AT_A_TIME * BLOCK] __attribute__((aligned(64)));
+  const uint8_t *codes = (const uint8_t *)p->weight + start * p->in, *after = (const uint8_t *)p->weight + p->out * p->in;
+  long groups = (p->in + p->per - 1) / p->per, folded = p->kind == FOLDED;
+  /* For few rows so little that their products and the next codes' bytes come at the same time. */
+  long step = rows <= AT_A_TIME / 2 ? LINE : folded ? MOST : p->per;
+  const int8_t *powers = (const int8_t *)after + start * groups;
+  const float *scales = (const float *)after + start * groups;
+  const struct bytes of = bytes_of_e4m3();
+  for (long e = 0; e < p->in; e += step) {
+    long count = p->in - e < step ? p->in - e : step, group = e / p->per, inside = e % p->per;
+    widen_codes(codes + e * BLOCK, wide, count, folded ? powers + group * BLOCK : NULL, p->per, &of);
+    if (folded) pairs_part(p, wide, x + e, y, rows, count, apart, e > 0, tiles);
+    for (long at = 0; at < rows && !folded; at += AT_A_TIME) {
+      long some = rows - at < AT_A_TIME ? rows - at : AT_A_TIME;
+      pairs_part(p, wide, x + at * p->in + e, part, some, count, BLOCK, inside > 0, tiles);
+      if (inside + count < p->per && e + count < p->in) continue;
+      const float *row = p->row_scales ? p->row_scales + (from + at) * groups + group : NULL;
+      add_group(part, y + at * apart, some, apart, scales + group * BLOCK, row, groups, group > 0);
+    }
+  }
+}
+#endif
+
+static long width_of(const struct product *p) { return p->kind == OF_INT8 ? 1 : p->kind < PAIRS ? 4 : 2; }
 
 /* The sums of some rows by the block that begins at output `start`; `tiles`: their shape so far. */
 static void sums_of(const struct product *p, long start, long from, long rows, float *y, long apart, int *tiles) {
@@ -308,10 +441,21 @@ static void sums_of(const struct product *p, long start, long from, long rows, f
     case OF_FP32: block_fp32((const float *)p->weight + first, x, y, rows, p->in, apart); break;
     case OF_BF16: block_bf16((const uint16_t *)p->weight + first, x, y, rows, p->in, apart); break;
     case OF_FP16: block_fp16((const uint16_t *)p->weight + first, x, y, rows, p->in, apart); break;
-    case PAIRS:
+    case PAIRS: case TOTAL:
 #ifdef __AVX512BF16__
       if (in_tiles(2 * p->in)) tiles_pairs((const uint16_t *)p->weight + first, x, y, rows, 2 * p->in, apart, tiles);
       else block_pairs((const uint16_t *)p->weight + first, x, y, rows, p->in, apart);
+#ifdef OF_CODES
+      if (p->kind == TOTAL) {
+        const float *scales = (const float *)((const uint16_t *)p->weight + p->out * p->in) + start;
+        for (long r = 0; r < rows; r++) add_group(y + r * apart, y + r * apart, 1, 0, scales, p->row_scales + from + r, 0, 0);
+      }
+#endif
+#endif
+      break;
+    case CODES: case FOLDED:
+#ifdef OF_CODES
+      block_codes(p, start, from, x, y, rows, apart, tiles);
 #endif
       break;
     case OF_INT8:
@@ -361,11 +505,11 @@ static void shared(struct product *p, unsigned threads, parallel team) {
     work(p);
 }
 
-/* `halves`: y is bf16. `team`: GOMP_parallel of the library whose threads torch's own operations use; NULL: one
-thread. */
-void mantissa_product(int kind, const void *weight, const void *x, void *y, int halves, const float *bias, long rows,
-                      long in, long out, unsigned threads, parallel team) {
-  struct product p = {weight, x, y, bias, NULL, NULL, rows, in, out, 0, 1, rows, halves, kind};
+/* `halves`: y is bf16. `row_scales`, `per`: of codes. `team`: GOMP_parallel of the library whose threads torch's own
+operations use; NULL: one thread. */
+void mantissa_product(int kind, const void *weight, const void *x, void *y, int halves, const float *bias,
+                      const float *row_scales, long per, long rows, long in, long out, unsigned threads, parallel team) {
+  struct product p = {weight, x, y, bias, NULL, row_scales, per, rows, in, out, 0, 1, rows, halves, kind};
   shared(&p, threads, team);
 }
 
@@ -373,7 +517,7 @@ void mantissa_product(int kind, const void *weight, const void *x, void *y, int 
 void mantissa_integers(const void *weight, const void *x, void *y, int halves, const float *scales,
                        const float *row_scales, const float *bias, long rows, long in, long out, unsigned threads,
                        parallel team) {
-  struct product p = {weight, x, y, bias, scales, row_scales, rows, in, out, 0, 1, rows, halves, OF_INT8};
+  struct product p = {weight, x, y, bias, scales, row_scales, 0, rows, in, out, 0, 1, rows, halves, OF_INT8};
   shared(&p, threads, team);
 }
 

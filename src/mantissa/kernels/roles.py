@@ -261,14 +261,16 @@ def _resolve_base(
 
 def _by_bf16(
     role: str, fp8: Fp8Policy, policy: PrecisionPolicy, device: torch.device, products: cpu.CpuProducts | None
-) -> bool:
-    """Whether a CPU's own products of bf16 serve these codes: in a rollout, times scales that are powers of two."""
+) -> str:
+    """How a CPU's own products of bf16 serve these codes, in a rollout; empty where they do not: there is no compiled
+    product of codes, and the scales are no powers of two."""
     free = role == "rollout" and device.type == "cpu" and policy.backend != "simulated" and policy.kernels == "fast"
-    fits = fp8.base == "bf16" and fp8.power_of_two
-    return free and fits and "bf16" in (cpu.products() if products is None else products).own
-
-
-_BY_BF16 = "by this CPU's own products of bf16, faster than fp32, which hold codes times powers of two exactly"
+    table = (cpu.products() if products is None else products) if free and fp8.base == "bf16" else None
+    if table is None or "bf16" not in table.own or not (fp8.power_of_two or "codes" in table.compiled):
+        return ""
+    if fp8.power_of_two:
+        return "by this CPU's own products of bf16, faster than fp32, which hold codes times powers of two exactly"
+    return "codes by this CPU's own products of bf16, faster than fp32; the fp32 sum of a block times its scales"
 
 
 def _resolve_fp8(
@@ -282,13 +284,13 @@ def _resolve_fp8(
     native = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
     if native and policy.backend != "simulated":
         return ResolvedRole(role, "fp8", base, "native", f"the GPU's own fp8 {what}", fp8)
-    if _by_bf16(role, fp8, policy, device, products):
-        return ResolvedRole(role, "fp8", base, "native", f"{what}, {_BY_BF16}", fp8)
+    if how := _by_bf16(role, fp8, policy, device, products):
+        return ResolvedRole(role, "fp8", base, "native", f"{what}, {how}", fp8)
     if policy.backend == "native":
         raise MantissaError(
             f"precision.backend=native: {role} asked for fp8, and {device} has no fp8 products (they came with Hopper, "
-            "compute capability 9.0; a CPU with AVX512-BF16 or AMX serves a rollout in fp8 with scale=power_of_two and "
-            "base=bf16); leave backend out to simulate them"
+            "compute capability 9.0; a CPU with AVX512-BF16 or AMX serves a rollout in fp8 with base=bf16, and a C "
+            "compiler or scale=power_of_two); leave backend out to simulate them"
         )
     why = "a CPU" if device.type == "cpu" else "asked for" if native else "no fp8 products before Hopper"
     return ResolvedRole(role, "fp8", base, "simulated", f"{why}: {what}, values on their grids in fp32", fp8)
@@ -297,8 +299,8 @@ def _resolve_fp8(
 def _resolve_quantized(
     role: str, requested: str, policy: PrecisionPolicy, device: torch.device, products: cpu.CpuProducts | None
 ) -> ResolvedRole:
-    """A role in a scaled format: values on their blocks' grids multiplied in fp32, but for int8 in a rollout on a CPU
-    that multiplies it itself."""
+    """A role in a scaled format: values on their blocks' grids multiplied in fp32, but for a rollout on a CPU that
+    multiplies int8, or the codes as bf16, itself."""
     assert policy.quantized is not None  # the policy's own check
     quantized = policy.quantized.of(requested)
     if requested == "int8" and role == "rollout" and device.type == "cpu" and policy.backend != "simulated":
@@ -312,17 +314,18 @@ def _resolve_quantized(
                 "CPU that multiplies both itself (AVX512-VNNI with AVX512-BF16, or AMX; see mantissa precision); leave "
                 "backend out to simulate it"
             )
-    elif _by_bf16(role, quantized, policy, device, products):
-        return ResolvedRole(
-            role, requested, BF16, "native", f"weights and activations of {quantized}, {_BY_BF16}", quantized
-        )
+    elif how := _by_bf16(role, quantized, policy, device, products):
+        return ResolvedRole(role, requested, BF16, "native", f"{_of(requested)} of {quantized}, {how}", quantized)
     elif policy.backend == "native":
         raise MantissaError(
             f"precision.backend=native: {role} asked for {requested}, which is simulated here; leave backend out"
         )
-    what = "weights and activations" if SCHEMES[requested].activations else "weights"
-    why = f"{what} of {quantized}: values on their grids in fp32 on {device.type}, fp32 accumulation"
+    why = f"{_of(requested)} of {quantized}: values on their grids in fp32 on {device.type}, fp32 accumulation"
     return ResolvedRole(role, requested, format_named(quantized.base), "simulated", why, quantized)
+
+
+def _of(scheme: str) -> str:
+    return "weights and activations" if SCHEMES[scheme].activations else "weights"
 
 
 def learner_kernels(precision: ResolvedPrecision, plan: ExactPlan | None = None) -> Kernels:

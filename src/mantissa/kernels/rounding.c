@@ -77,10 +77,7 @@ INLINE float peak_of(const float *x, long count) {
   integers most = all_bits(0);
   for (long e = 0; e < count; e += LANES)
     most = larger_int(most, both(bits_of(load_fp32(x + e)), all_bits(0x7FFFFFFF)));
-  int lanes[LANES], peak = 0;
-  memcpy(lanes, &most, sizeof lanes);
-  for (int j = 0; j < LANES; j++) peak = lanes[j] > peak ? lanes[j] : peak;
-  return of_word(peak);
+  return of_word(largest_lane(most));
 }
 
 /* y to the grid of a format of `mantissa` bits and a bias, |y| at most its largest or NaN: round_bounded_. */
@@ -116,6 +113,14 @@ INLINE void block(const float *x, float *y, long count, const enum scheme scheme
 
 INLINE float finite_or_nan(float value) { return value <= 0x1.fffffep127f ? value : of_word(0x7FC00000); }
 
+/* nvfp4's e4m3 scale of a block. */
+INLINE float second_of(float peak, float total) {
+  float scale = peak / 6.0f / total, least = 0x1p-6f, rounded[LANES];
+  scale = scale < least ? least : scale > 448.0f ? 448.0f : scale;
+  store(rounded, on_grid(all(scale), 7, 3));
+  return rounded[0];
+}
+
 /* The scales of one block of that largest magnitude: what its values are divided by, and what codes are multiplied by.
 `total`: nvfp4's second. */
 INLINE void scales_of(const enum scheme scheme, float peak, float total, float *d, float *held) {
@@ -134,11 +139,9 @@ INLINE void scales_of(const enum scheme scheme, float peak, float total, float *
       return;
     }
     case NVFP4: {
-      float scale = peak / 6.0f / total, least = 0x1p-6f, rounded[LANES];
-      scale = scale < least ? least : scale > 448.0f ? 448.0f : scale;
-      store(rounded, on_grid(all(scale), 7, 3));
-      *d = 1.0f / total / rounded[0];
-      *held = rounded[0] * total;
+      float second = second_of(peak, total);
+      *d = 1.0f / total / second;
+      *held = second * total;
       return;
     }
     default:
@@ -151,8 +154,9 @@ INLINE long length_of(const enum scheme scheme) {
   return scheme == NVFP4 ? 16 : scheme == MXFP8 || scheme == MXFP4 ? 32 : LARGEST_BLOCK;
 }
 
-/* One row, whole blocks and a rest that zeros fill up. int8's scale is the row's, nvfp4's second too. */
-INLINE void row_of(const float *x, float *y, long width, const enum scheme scheme) {
+/* One row, whole blocks and a rest that zeros fill up. int8's scale is the row's, nvfp4's second too. With `scales` y is
+what a product multiplies: codes, and the scale of each block; of nvfp4 codes times their e4m3, and the second one. */
+INLINE void row_of(const float *x, float *y, float *scales, long width, const enum scheme scheme) {
   long size = length_of(scheme), whole = width - width % size;
   float rest[LARGEST_BLOCK] = {0}, total = 0, peak, d, held;
   memcpy(rest, x + whole, (width - whole) * sizeof *rest);
@@ -162,6 +166,7 @@ INLINE void row_of(const float *x, float *y, long width, const enum scheme schem
     peak = finite_or_nan(peak);
     total = at_least(peak / 2688.0f, 0x1p-110f);
     if (scheme == INT8) scales_of(scheme, peak, 0, &d, &held);
+    if (scales) *scales = scheme == INT8 ? held : total;
   }
   for (long at = 0; at < width; at += size) {
     const float *from = at < whole ? x + at : rest;
@@ -171,41 +176,50 @@ INLINE void row_of(const float *x, float *y, long width, const enum scheme schem
       if (scheme != FP8 && scheme != FP8_POWER_OF_TWO) peak = finite_or_nan(peak);
       scales_of(scheme, peak, total, &d, &held);
     }
+    if (scales && scheme == NVFP4) held = second_of(peak, total);
+    else if (scales && scheme == INT8) held = 1;
+    else if (scales) *scales++ = held, held = 1;
     block(from, to, size, scheme, d, held);
   }
   memcpy(y + whole, rest, (width - whole) * sizeof *rest);
 }
 
 #define ROW(NAME, SCHEME) \
-  static void NAME(const float *x, float *y, long width) { row_of(x, y, width, SCHEME); }
+  static void NAME(const float *x, float *y, float *scales, long width) { row_of(x, y, scales, width, SCHEME); }
 ROW(fp8_row, FP8)
 ROW(fp8_power_row, FP8_POWER_OF_TWO)
 ROW(mxfp8_row, MXFP8)
 ROW(mxfp4_row, MXFP4)
 ROW(nvfp4_row, NVFP4)
 ROW(int8_row, INT8)
-static void (*const OF_ROW[])(const float *, float *, long) = {fp8_row,   fp8_power_row, mxfp8_row,
-                                                              mxfp4_row, nvfp4_row,     int8_row};
+static void (*const OF_ROW[])(const float *, float *, float *, long) = {fp8_row,   fp8_power_row, mxfp8_row,
+                                                                       mxfp4_row, nvfp4_row,     int8_row};
 
 /* What threads share of one call: rows, `share` of them at a time. */
 struct rows {
   const void *x;
   void *y;
+  float *scales;
   long rows, width, share, taken;
   enum scheme scheme;
   int bytes, failed;
 };
 
 static void scaled_row(const struct rows *p, long r, float *room) {
+  long size = p->scheme == NVFP4 || p->scheme == INT8 ? p->width : length_of(p->scheme);
+  float *scales = p->scales ? p->scales + r * ((p->width + size - 1) / size) : NULL;
   if (p->bytes == 4) {
-    OF_ROW[p->scheme]((const float *)p->x + r * p->width, (float *)p->y + r * p->width, p->width);
+    OF_ROW[p->scheme]((const float *)p->x + r * p->width, (float *)p->y + r * p->width, scales, p->width);
     return;
   }
   const uint16_t *x = (const uint16_t *)p->x + r * p->width;
   uint16_t *y = (uint16_t *)p->y + r * p->width;
-  for (long e = 0; e < p->width; e++) room[e] = of_word((uint32_t)x[e] << 16);
-  OF_ROW[p->scheme](room, room, p->width);
-  for (long e = 0; e < p->width; e++) y[e] = to_bf16(room[e]);
+  long whole = p->width / LANES * LANES;
+  for (long e = 0; e < whole; e += LANES) store(room + e, load_bf16(x + e));
+  for (long e = whole; e < p->width; e++) room[e] = of_word((uint32_t)x[e] << 16);
+  OF_ROW[p->scheme](room, room, scales, p->width);
+  for (long e = 0; e < whole; e += LANES) store_bf16(y + e, rounded(load_fp32(room + e), BF16));
+  for (long e = whole; e < p->width; e++) y[e] = to_bf16(room[e]);
 }
 
 static void scale_rows(void *of) {
@@ -221,10 +235,11 @@ static void scale_rows(void *of) {
   free(room);
 }
 
-/* The values of the codes of each row, in fp32, or in bf16 where it holds them: as x, of `bytes` bytes. Not 0: no room. */
-int mantissa_scaled(int scheme, int bytes, const void *x, void *y, long rows, long width, unsigned threads,
-                    parallel team) {
-  struct rows p = {x, y, rows, width, rows / (4 * threads) + 1, 0, scheme, bytes, 0};
+/* The values of the codes of each row, in fp32, or in bf16 where it holds them: as x, of `bytes` bytes; with `scales`
+what a product multiplies, and these. Not 0: no room. */
+int mantissa_scaled(int scheme, int bytes, const void *x, void *y, float *scales, long rows, long width,
+                    unsigned threads, parallel team) {
+  struct rows p = {x, y, scales, rows, width, rows / (4 * threads) + 1, 0, scheme, bytes, 0};
   if (team && threads > 1)
     team(scale_rows, &p, threads, 0);
   else

@@ -36,8 +36,6 @@ from torch import Tensor
 
 from mantissa.kernels import compiled
 from mantissa.kernels.compiled import (
-    FP8,
-    FP8_BY_POWER_OF_TWO,
     Compiles,
     Kind,
     Operation,
@@ -45,7 +43,7 @@ from mantissa.kernels.compiled import (
     rounded,
     rounded_,
 )
-from mantissa.kernels.cpu import CpuProducts, Products
+from mantissa.kernels.cpu import CpuProducts, Products, activation_values, weight_values
 from mantissa.precision import (
     ALONG_COLUMNS,
     ALONG_ROWS,
@@ -53,42 +51,14 @@ from mantissa.precision import (
     E4M3,
     FP16,
     FP32,
-    SCHEMES,
-    SQUARE,
     BlockScaled,
     Fp8Policy,
     NumberFormat,
-    Quantized,
     round_in_blocks,
     token_logprob,
 )
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of rows N,E, a weight F,E and a bias: N,F
-
-
-def weight_values(master_FE: Tensor, fp8: Fp8Policy) -> Tensor:
-    """The fp32 values of a weight's codes: what the simulated products multiply, in learner and rollout alike."""
-    if isinstance(fp8, Quantized):
-        return SCHEMES[fp8.scheme].encode(master_FE.detach().float(), False).values
-    return round_in_blocks(master_FE, E4M3, SQUARE, fp8.power_of_two)
-
-
-def activation_scheme(fp8: Fp8Policy) -> str | None:
-    """What ``compiled.scaled`` knows the activations' grid by; None where they stay as they are."""
-    if isinstance(fp8, Quantized):
-        return fp8.scheme if SCHEMES[fp8.scheme].activations else None
-    return FP8_BY_POWER_OF_TWO if fp8.power_of_two else FP8
-
-
-def activation_values(x_NE: Tensor, fp8: Fp8Policy) -> Tensor:
-    """The values of an activation as an operand of the forward product: fp32, or bf16 where that holds them."""
-    scheme = activation_scheme(fp8)
-    values_NE = x_NE if scheme is None else compiled.scaled(x_NE, scheme)
-    if values_NE is not None:
-        return values_NE
-    if isinstance(fp8, Quantized):
-        return SCHEMES[fp8.scheme].activation(x_NE).to(x_NE.dtype)
-    return round_in_blocks(x_NE, E4M3, ALONG_ROWS, fp8.power_of_two).to(x_NE.dtype)
 
 
 class Rounded(Operation):
@@ -212,7 +182,8 @@ class SimulatedKernels(Compiles):
             return weight_values(master, self.fp8)
         return rounded(master.detach(), self.format)
 
-    def laid(self, copy: Tensor, layer: str = "") -> Tensor:
+    def laid(self, copy: Tensor | BlockScaled, layer: str = "") -> Tensor:
+        assert isinstance(copy, Tensor)  # values: codes are the fast native family's
         if not self.weights_on_grid:  # a learner's, which rounds what it reads: no copy of its own
             return copy
         return self.products.laid(copy, self.kind_of(layer))

@@ -6,11 +6,12 @@ All operands have `bytes` bytes, fp32 or bf16, and hold values of the format; a 
 
 #include "vectors.h"
 
-void mantissa_product(int, const void *, const void *, void *, int, const float *, long, long, long, unsigned, parallel);
+void mantissa_product(int, const void *, const void *, void *, int, const float *, const float *, long, long, long, long,
+                      unsigned, parallel);
 void mantissa_integers(const void *, const void *, void *, int, const float *, const float *, const float *, long, long,
                        long, unsigned, parallel);
 int mantissa_codes(int, const void *, uint8_t *, float *, long, long);
-int mantissa_scaled(int, int, const void *, void *, long, long, unsigned, parallel);
+int mantissa_scaled(int, int, const void *, void *, float *, long, long, unsigned, parallel);
 int mantissa_round(int, const float *, float *, long, unsigned, parallel);
 void mantissa_norm(int, int, const void *, const void *, const void *, void *, void *, long, long, float, unsigned,
                    parallel);
@@ -20,12 +21,12 @@ void mantissa_rotate(int, int, const void *, const float *, const float *, void 
 int mantissa_attention(int, int, const void *, const void *, const void *, void *, const int64_t *, const long *, float,
                        unsigned, parallel);
 
-enum { OF_INT8 = 4 }; /* of products.c's kinds */
+enum { OF_INT8 = 4, CODES = 5, TOTAL = 7 }; /* of products.c's kinds */
 
 struct projection {
   const void *weight; /* laid out; NULL: it is joined with the one before */
   const float *bias, *scales;
-  long in, out, kind, scheme; /* scheme: of the activations' codes (rounding.c); -1: as they are */
+  long in, out, kind, scheme, per; /* scheme: of the activations' codes (rounding.c); -1: as they are; per: a scale */
 };
 
 struct layer {
@@ -63,7 +64,7 @@ static long lay_room(const struct decoder *d, long rows, char *from, struct room
   long heads = d->heads + 2 * d->kv_heads, widest = larger_of(larger_of(d->hidden, heads * d->size), 2 * d->inner), at = 0;
 #define PART(name, count, bytes) \
   room->name = (void *)(from + at), at += ((count) * (bytes) + 63) / 64 * 64
-  PART(row_scales, rows, sizeof(float));
+  PART(row_scales, rows * (widest / 32 + 1), sizeof(float));
   PART(normed, rows * d->hidden, d->bytes);
   PART(coded, rows * widest, d->bytes);
   PART(qkv, rows * heads * d->size, d->bytes);
@@ -95,12 +96,13 @@ static int project(const struct decoder *d, const struct step *s, const struct r
     mantissa_integers(p->weight, room->coded, y, halves, p->scales, room->row_scales, p->bias, s->rows, p->in, p->out,
                       threads, s->team);
   } else {
+    float *scales = p->scheme >= 0 && (p->kind == CODES || p->kind == TOTAL) ? room->row_scales : NULL;
     if (p->scheme >= 0) {
       unsigned few = threads_of(d, s, s->rows * p->in);
-      if (mantissa_scaled(p->scheme, d->bytes, x, room->coded, s->rows, p->in, few, s->team)) return 1;
+      if (mantissa_scaled(p->scheme, d->bytes, x, room->coded, scales, s->rows, p->in, few, s->team)) return 1;
       x = room->coded;
     }
-    mantissa_product(p->kind, p->weight, x, y, halves, p->bias, s->rows, p->in, p->out, threads, s->team);
+    mantissa_product(p->kind, p->weight, x, y, halves, p->bias, scales, p->per, s->rows, p->in, p->out, threads, s->team);
   }
   if (d->bytes == 4 && d->format != FP32)
     mantissa_round(d->format, y, y, s->rows * p->out, threads_of(d, s, s->rows * p->out), s->team);

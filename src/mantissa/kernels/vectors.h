@@ -34,6 +34,7 @@ typedef __m512i integers;
 #define both _mm512_and_si512
 #define sum_of _mm512_add_epi32
 #define larger_int _mm512_max_epi32
+#define largest_lane _mm512_reduce_max_epi32
 #else /* AVX2, FMA and F16C */
 typedef __m256 vector;
 enum { LANES = 8, VECTORS = 2 };
@@ -64,6 +65,11 @@ typedef __m256i integers;
 #define both _mm256_and_si256
 #define sum_of _mm256_add_epi32
 #define larger_int _mm256_max_epi32
+INLINE int largest_lane(__m256i x) {
+  __m128i y = _mm_max_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  y = _mm_max_epi32(y, _mm_shuffle_epi32(y, 0x4E));
+  return _mm_cvtsi128_si32(_mm_max_epi32(y, _mm_shuffle_epi32(y, 0xB1)));
+}
 #endif
 
 typedef void (*parallel)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel, of torch's own threads */

@@ -37,6 +37,7 @@ from mantissa.precision.policy import (
 from mantissa.precision.schemes import (
     ALONG_COLUMNS,
     ALONG_ROWS,
+    BLOCK,
     SCHEMES,
     SQUARE,
     BlockScaled,
@@ -45,15 +46,16 @@ from mantissa.precision.schemes import (
     dequantize,
     int8_codes,
     quantize,
+    quantized,
     round_cached,
     round_in_blocks,
 )
 
 __all__ = [
-    "ALONG_COLUMNS", "ALONG_ROWS", "BF16", "DIAL", "E4M3", "E5M2", "FORMATS", "FP16", "FP32", "LOG_RATIO_BOUND",
-    "PRESETS", "SCHEMES", "SQUARE", "Accumulator", "AccumulatorKind", "BlockScaled", "Coded", "Fp8Policy",
+    "ALONG_COLUMNS", "ALONG_ROWS", "BF16", "BLOCK", "DIAL", "E4M3", "E5M2", "FORMATS", "FP16", "FP32",
+    "LOG_RATIO_BOUND", "PRESETS", "SCHEMES", "SQUARE", "Accumulator", "AccumulatorKind", "BlockScaled", "Coded", "Fp8Policy",
     "KLEstimator", "NumberFormat", "PrecisionPolicy", "Quantized", "Scheme", "clamped_log_ratio", "dequantize",
     "entropy", "format_named", "int8_codes", "is_on_grid", "kl_estimate", "masked_mean", "masked_sum", "merge",
-    "quantize", "round_by_arithmetic", "round_cached", "round_in_blocks", "round_stochastically", "round_to_format",
-    "round_to_format_", "token_logprob", "values",
+    "quantize", "quantized", "round_by_arithmetic", "round_cached", "round_in_blocks", "round_stochastically",
+    "round_to_format", "round_to_format_", "token_logprob", "values",
 ]  # fmt: skip

@@ -97,6 +97,19 @@ def quantize(
     finite; ``TypeError`` for other dtypes.
     """
     x = _widened(x)
+    scaled = quantized(x, fmt, block, power_of_two)
+    if not bool(scaled.scales.isfinite().all()):
+        bad = x[~x.isfinite()].flatten()
+        raise MantissaError(
+            f"fp8: {name} holds {bad[0].item()} in {bad.numel()} of {x.numel()} values: expected finite values; "
+            "training diverged, or the tensor was never written"
+        )
+    return scaled
+
+
+def quantized(x: Tensor, fmt: NumberFormat, block: Block = ALONG_ROWS, power_of_two: bool = False) -> BlockScaled:
+    """``quantize`` without a check: a block that holds inf or NaN has a scale that is not finite."""
+    x = _widened(x)
     codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
     scales = _empty_scales(x, block)
     for of_values, of_scales in _tiles(x, block):
@@ -104,12 +117,6 @@ def quantize(
         d = _scale_of(of_x, fmt, power_of_two)
         _part(scales, of_scales).copy_(d)
         _part(codes, of_values).copy_(of_x / d)
-    if not bool(scales.isfinite().all()):
-        bad = x[~x.isfinite()].flatten()
-        raise MantissaError(
-            f"fp8: {name} holds {bad[0].item()} in {bad.numel()} of {x.numel()} values: expected finite values; "
-            "training diverged, or the tensor was never written"
-        )
     return BlockScaled(codes, scales)
 
 
@@ -244,12 +251,13 @@ class Coded:
 @dataclass(frozen=True)
 class Scheme:
     """One row of the table. ``encode``: of a tensor (R, C), and whether it is an activation. ``activations``: whether
-    those are quantised too. ``bits``: of a weight, scales included."""
+    those are quantised too. ``bits``: of a weight, scales included. ``size``: of a block; None: a row."""
 
     name: str
     encode: Callable[[Tensor, bool], Coded]
     activations: bool
     bits: float
+    size: int | None
 
     def weight(self, master: Tensor, name: str = "tensor") -> Tensor:
         """The fp32 values of a weight's codes; no gradient. ``MantissaError`` where it is not finite."""
@@ -342,11 +350,11 @@ def int8_codes(x_NE: Tensor) -> tuple[Tensor, Tensor]:
 SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
-        Scheme("mxfp8", _mx(E4M3, 8), True, 8.25),
-        Scheme("mxfp4", _mx(E2M1, 2), True, 4.25),
-        Scheme("nvfp4", _nvfp4, True, 4.5),
-        Scheme("int8", _integer(8, None), True, 8.0),
-        Scheme("int4", _integer(4, 128), False, 4.25),
-        Scheme("int4-32", _integer(4, 32), False, 5.0),
+        Scheme("mxfp8", _mx(E4M3, 8), True, 8.25, 32),
+        Scheme("mxfp4", _mx(E2M1, 2), True, 4.25, 32),
+        Scheme("nvfp4", _nvfp4, True, 4.5, 16),
+        Scheme("int8", _integer(8, None), True, 8.0, None),
+        Scheme("int4", _integer(4, 128), False, 4.25, 128),
+        Scheme("int4-32", _integer(4, 32), False, 5.0, 32),
     )
 }

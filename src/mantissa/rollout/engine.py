@@ -118,7 +118,7 @@ class CopiedPolicy:
             owner.weight = nn.Parameter(laid, requires_grad=False)
             return copy
         assert isinstance(owner, Projection)  # nothing else has a name, and only what has one is quantised
-        codes = self.kernels.laid(copy.codes, owner.name) if self._pack else copy.codes
+        codes = self.kernels.laid(copy, owner.name) if self._pack else copy.codes
         if is_laid(codes):
             owner.weight, owner.scales = nn.Parameter(codes, requires_grad=False), copy.scales
             return copy.scales.amax()
@@ -145,11 +145,10 @@ class CopiedPolicy:
         if part is block.alike[-1]:
             codes = [copy if isinstance(copy, Tensor) else copy.codes for copy in self._waiting]
             scales = [copy.scales for copy in self._waiting if isinstance(copy, BlockScaled)]
-            whole = torch.cat(codes)
-            laid = self.kernels.laid(whole, part.name)
-            block.joined = Joined(
-                BlockScaled(laid, torch.cat(scales)) if scales else laid, None, tuple(map(len, codes))
-            )
+            scaled = BlockScaled(torch.cat(codes), torch.cat(scales)) if scales else None
+            laid = self.kernels.laid(torch.cat(codes) if scaled is None else scaled, part.name)
+            whole = laid if scaled is None else replace(scaled, codes=laid)
+            block.joined = Joined(whole, None, tuple(map(len, codes)))
             self._waiting.clear()
         part.weight = _nothing(part.weight)
 

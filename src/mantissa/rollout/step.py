@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.kernels import Kernels, NativeKernels, Planned, SimulatedKernels, compiled
-from mantissa.kernels.compiled import KINDS, Laid, library
+from mantissa.kernels.compiled import HELD, KINDS, Laid, library
+from mantissa.kernels.cpu import activation_scheme
 from mantissa.kernels.exact.bf16 import ExactBf16Kernels
 from mantissa.kernels.exact.kernels import ExactKernels
-from mantissa.kernels.simulated import activation_scheme
 from mantissa.model.decoder import MLP, Attention, Decoder, Layer, Norm, Projection
 from mantissa.precision import BlockScaled, NumberFormat
 
@@ -29,7 +29,7 @@ _POINTER, _SIZE, _NUMBER, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_uint
 class _Projection(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("weight", "bias", "scales")),
-        *((name, _SIZE) for name in ("inputs", "outputs", "kind", "scheme")),
+        *((name, _SIZE) for name in ("inputs", "outputs", "kind", "scheme", "per")),
     )
 
 
@@ -142,17 +142,17 @@ class Step:
         if isinstance(codes, nn.Parameter):
             codes = codes.data
         kernels, scheme = self._kernels, -1
-        if not isinstance(codes, Laid) or (codes.kind in ("pairs", "int8")) != (self._dtype is torch.bfloat16):
+        if not isinstance(codes, Laid) or (codes.kind not in KINDS[:3]) != (self._dtype is torch.bfloat16):
             raise _NotCompiledError
         if kernels.fp8 is not None and kernels.fp8.quantizes(name) and codes.kind != "int8":
             activations = activation_scheme(kernels.fp8)
             scheme = -1 if activations is None else compiled.SCALED.index(activations)
         if bias is not None:
             bias = kernels.weight(bias).float()
-        kind = len(KINDS) if codes.kind == "int8" else KINDS.index(codes.kind)
         return _Projection(
             self._pointer(codes.held), None if bias is None else self._pointer(bias),
-            None if scales is None else self._pointer(scales), codes.shape[1], codes.shape[0], kind, scheme,
+            None if scales is None else self._pointer(scales), codes.shape[1], codes.shape[0], HELD.index(codes.kind),
+            scheme, codes.per,
         )  # fmt: skip
 
     def _pointer(self, tensor: Tensor) -> int:

@@ -50,7 +50,8 @@ class ExactBf16Kernels(Planned, NativeKernels):
     def wide_head(self) -> bool:
         return True
 
-    def laid(self, copy: Tensor, layer: str = "") -> Tensor:
+    def laid(self, copy: Tensor | BlockScaled, layer: str = "") -> Tensor:
+        assert isinstance(copy, Tensor)  # values: codes are the fast native family's
         return laid(copy, self.plan.products if layer == "lm_head" else self.plan.bf16, "bf16")
 
     def copied(self, master: Tensor, layer: str = "") -> Tensor | BlockScaled:

@@ -39,8 +39,8 @@ class ExactGpuKernels(NativeKernels):
         super().__init__(fmt, logits_format, fp8)
         self.kv_format = kv_format or fmt
 
-    def laid(self, copy: Tensor, layer: str = "") -> Tensor:
-        return copy  # its products are Triton's
+    def laid(self, copy: Tensor | BlockScaled, layer: str = "") -> Tensor:
+        return copy if isinstance(copy, Tensor) else copy.codes  # its products are Triton's
 
     def linear(
         self, x_NE: Tensor, weight_FE: Tensor | BlockScaled, bias_F: Tensor | None = None, layer: str = ""

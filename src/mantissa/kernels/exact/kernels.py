@@ -41,7 +41,7 @@ from mantissa.kernels.simulated import (
     _SwiGLU,
     mask_beyond,
 )
-from mantissa.precision import FP32, Fp8Policy, NumberFormat, round_cached
+from mantissa.precision import FP32, BlockScaled, Fp8Policy, NumberFormat, round_cached
 
 PART = 1 << 19  # values of SwiGLU at a time: 2 MB
 
@@ -90,7 +90,8 @@ class ExactKernels(Planned, SimulatedKernels):
         self.plan = plan
         self.kv_format = kv_format or fmt
 
-    def laid(self, copy: Tensor, layer: str = "") -> Tensor:
+    def laid(self, copy: Tensor | BlockScaled, layer: str = "") -> Tensor:
+        assert isinstance(copy, Tensor)  # values: codes are the fast native family's
         return laid(copy, self.plan.products, self.kind_of(layer)) if self.weights_on_grid else copy
 
     def product(self, x_NE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
