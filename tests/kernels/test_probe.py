@@ -357,7 +357,8 @@ QUANTISATIONS: list[tuple[Quantise, str]] = [
 def test_another_quantisation_is_caught(quantise: Quantise, caught_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fp8 = Fp8Policy(backward="e4m3", base="fp16")
     probe(SimulatedKernels(FP16, fp8=fp8), "cpu")
-    monkeypatch.setattr(simulated, "round_in_blocks", quantise)
+    for module in (simulated, cpu):  # gradients, and weights
+        monkeypatch.setattr(module, "round_in_blocks", quantise)
 
     def values_of(x: Tensor, fp8: Fp8Policy) -> Tensor:  # whether they are compiled here or not
         return quantise(x, E4M3, ROW, fp8.power_of_two)

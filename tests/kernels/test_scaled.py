@@ -238,8 +238,9 @@ def test_a_cpus_own_bf16_serves_codes_times_powers_of_two(name: str) -> None:
 
 
 def test_which_rollouts_the_cpus_own_bf16_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernels(own: bool, **policy: object) -> str:
-        monkeypatch.setattr(cpu, "products", lambda: cpu.CpuProducts(0.5 if own else 1.0))
+    def kernels(own: bool, codes: bool = False, **policy: object) -> str:
+        compiled = ("codes",) if codes else ()
+        monkeypatch.setattr(cpu, "products", lambda: cpu.CpuProducts(0.5 if own else 1.0, compiled=compiled))
         return resolve(PrecisionPolicy.parse(policy), "cpu").rollout.kernels
 
     powers = {"scale": "power_of_two"}
@@ -252,5 +253,13 @@ def test_which_rollouts_the_cpus_own_bf16_serves(monkeypatch: pytest.MonkeyPatch
     assert kernels(True, preset="fp8-rollout", fp8=powers, backend="simulated") == "simulated"
     assert kernels(True, preset="nvfp4-rollout") == kernels(True, preset="int4-rollout") == "simulated"
     assert kernels(True, preset="fp8", fp8=powers, kernels="exact") == "exact simulated"
-    with pytest.raises(MantissaError, match="serves a rollout in fp8 with scale=power_of_two"):
+    for preset in ("fp8-rollout", "nvfp4-rollout", "int4-rollout", "mxfp8-rollout"):
+        assert kernels(True, codes=True, preset=preset) == "native"
+        assert kernels(False, codes=True, preset=preset) == "simulated"
+    assert kernels(True, codes=True, preset="fp8-rollout", fp8={"base": "fp16"}) == "simulated"
+    assert kernels(True, codes=True, preset="fp8-rollout", backend="simulated") == "simulated"
+    assert kernels(True, codes=True, preset="fp8", kernels="exact") == "exact simulated"
+    with pytest.raises(
+        MantissaError, match="serves a rollout in fp8 with base=bf16, and a C compiler or scale=power_of_two"
+    ):
         kernels(True, train="bf16", rollout="fp8", backend="native")

@@ -33,7 +33,8 @@ FAMILIES = {
 }  # fmt: skip
 FORMATS = (
     "fp32", "bf16", "fp16", {"train": "bf16", "rollout": "bf16", "backend": "simulated"}, "int8-rollout",
-    "mxfp8-rollout", "nvfp4-rollout", "int4-rollout", "fp8-rollout",
+    "mxfp8-rollout", "mxfp4-rollout", "nvfp4-rollout", "int4-rollout", "fp8-rollout",
+    {"train": "bf16", "rollout": "fp8", "fp8": {"scale": "power_of_two", "exclude": ["down_proj"]}},
 )  # fmt: skip
 PARAMS = SamplingParams(max_tokens=20)
 REQUESTS = [Request(tuple(range(1, 4 + 9 * i)), samples=2, seed=i) for i in range(4)]

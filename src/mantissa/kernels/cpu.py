@@ -214,6 +214,8 @@ def quantized_product(
     x_NE: Tensor, weight_FE: Tensor | BlockScaled, bias_F: Tensor | None, fp8: Fp8Policy, products: Products
 ) -> Tensor:
     """Q(x) Q(W)^T + bias of what ``quantized_copy`` keeps, rounded once to the dtype of ``x``."""
+    if isinstance(weight_FE, Tensor) and weight_FE.dtype is torch.float32:  # a master
+        weight_FE = quantized_copy(weight_FE, fp8, products)
     if isinstance(weight_FE, Tensor):
         return products.forward(activation_values(x_NE, fp8), weight_FE, bias_F)
     wide = None if bias_F is None else bias_F.float()
@@ -518,7 +520,7 @@ def measured() -> CpuProducts:
                 ways[f"fp32 {side}"], ways[f"bf16 {side}"] = _of_side(side, generator)
             flushes = "bf16" in ratios and _flushes()
             faster = _compiled("bf16" in ratios, generator) + (_compiled_int8(generator) if "int8" in ratios else ())
-            faster += _compiled_codes(generator) if {"pairs", "codes"} <= {*faster, *compiled.parts()} else ()
+            faster += _compiled_codes(generator) if "pairs" in faster and "codes" in compiled.parts() else ()
     finally:
         torch.set_num_threads(threads)
     return CpuProducts(ratios.get("bf16", math.inf), ratios.get("int8", math.inf), ways, flushes, faster)

@@ -52,7 +52,7 @@ class Kernels(Protocol):
         """What a policy that does not train keeps of a master: rounded once, or quantised once. No gradient."""
 
     def laid(self, copy: Tensor | BlockScaled, layer: str = "") -> Tensor:
-        """A matrix or the codes that ``copied`` made, in the layout that its product reads fastest (``kernels/cpu.py``)."""
+        """A matrix or codes that ``copied`` made, in the layout that its product reads fastest (``kernels/cpu.py``)."""
 
     def embedding(self, tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
         """Rows of the embedding table, in the format. ``weight_VE`` is the master."""

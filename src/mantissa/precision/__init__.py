@@ -53,9 +53,9 @@ from mantissa.precision.schemes import (
 
 __all__ = [
     "ALONG_COLUMNS", "ALONG_ROWS", "BF16", "BLOCK", "DIAL", "E4M3", "E5M2", "FORMATS", "FP16", "FP32",
-    "LOG_RATIO_BOUND", "PRESETS", "SCHEMES", "SQUARE", "Accumulator", "AccumulatorKind", "BlockScaled", "Coded", "Fp8Policy",
-    "KLEstimator", "NumberFormat", "PrecisionPolicy", "Quantized", "Scheme", "clamped_log_ratio", "dequantize",
-    "entropy", "format_named", "int8_codes", "is_on_grid", "kl_estimate", "masked_mean", "masked_sum", "merge",
-    "quantize", "quantized", "round_by_arithmetic", "round_cached", "round_in_blocks", "round_stochastically",
+    "LOG_RATIO_BOUND", "PRESETS", "SCHEMES", "SQUARE", "Accumulator", "AccumulatorKind", "BlockScaled", "Coded",
+    "Fp8Policy", "KLEstimator", "NumberFormat", "PrecisionPolicy", "Quantized", "Scheme", "clamped_log_ratio",
+    "dequantize", "entropy", "format_named", "int8_codes", "is_on_grid", "kl_estimate", "masked_mean", "masked_sum",
+    "merge", "quantize", "quantized", "round_by_arithmetic", "round_cached", "round_in_blocks", "round_stochastically",
     "round_to_format", "round_to_format_", "token_logprob", "values",
 ]  # fmt: skip
