@@ -1,4 +1,4 @@
-"""Products of 8-bit codes and their scales, compiled: against float64's of the codes' values, and in what they are kept."""
+"""Compiled products of 8-bit codes and their scales: against float64's of the values, and in what they are kept."""
 
 from __future__ import annotations
 
