@@ -147,8 +147,8 @@ def simulated(threads: int, rounds: int) -> Iterator[Finding]:
 
 
 def formats(threads: int, rounds: int) -> Iterator[Finding]:
-    """A decode step of SmolLM2 in formats of 8 bits beside bf16's."""
-    names = ("fp8, scales powers of two", "mxfp8", "int8")
+    """A decode step of SmolLM2 in formats of 8 and 4 bits beside bf16's."""
+    names = ("fp8", "mxfp8", "nvfp4", "int8")
     for row in made_by("decode_formats", "--threads", "1", "--rounds", str(rounds), "--formats", *names):
         if row["contender"] in names:
             rows, kernels = row["case"].split()[1], row["kernels"]
