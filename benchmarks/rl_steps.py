@@ -27,7 +27,7 @@ from typing import Any
 from rl_problem import WORKS, Work, model_config, step_flops
 from runner import Row, Rows, case
 from steps import spread
-from workers import Worker, measured, ratios, saved, turns
+from workers import Worker, measured, ratios, ready, saved, turns
 
 HERE = Path(__file__).resolve().parent
 MATMUL = ("aten::mm", "aten::bmm", "aten::baddbmm", "aten::addmm", "mkldnn::_linear_pointwise")
@@ -92,6 +92,7 @@ def rl_step(
             command = [str(trl_python), str(HERE / "trl_step.py"), folder, "--threads", str(threads), *options]
             workers[name] = Worker([*command, *(["--bf16"] if name == "trl bf16" else [])], threads, environment)
         try:
+            ready(workers)
             steps = turns(workers, warm_up, rounds, Worker.step)
             ops = {p: workers[p].step("profile")["ops"] for p in precisions}
             config = model_config(given or Path(folder) / "model")

@@ -7,6 +7,7 @@ its input ends. What else it prints is ignored. Between its steps a worker sleep
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import statistics
@@ -34,7 +35,7 @@ def serve(ready: Mapping[str, Any], step: Callable[[str], Mapping[str, Any]]) ->
 
 
 class Worker:
-    """In the parent: a worker process. ``about`` is its first message."""
+    """In the parent: a worker process. It starts at once; several start side by side, and are waited for together."""
 
     def __init__(self, command: list[str], threads: int, environment: Mapping[str, str] | None = None) -> None:
         settings = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
@@ -43,10 +44,15 @@ class Worker:
             env={**os.environ, **settings, **(environment or {})},
         )  # fmt: skip
         self._command = command
-        self.about = self._answer()
+
+    @functools.cached_property
+    def about(self) -> dict[str, Any]:
+        """Its first message, waited for."""
+        return self._answer()
 
     def step(self, order: str = "go") -> dict[str, Any]:
         """Have one step done; returns what the worker measured."""
+        ready({"": self})
         assert self._process.stdin is not None
         self._process.stdin.write(order + "\n")
         self._process.stdin.flush()
@@ -82,9 +88,15 @@ def turns(contenders: Mapping[str, T], warm_up: int, rounds: int, do: Callable[[
     return found
 
 
+def ready(workers: Mapping[str, Worker]) -> dict[str, dict[str, Any]]:
+    """What each says it is, once all have started: none starts beside another's step."""
+    return {name: worker.about for name, worker in workers.items()}
+
+
 def measured(workers: Mapping[str, Worker], warm_up: int, rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """Each worker's steps in turn, and the workers' end."""
+    """Each worker's steps in turn, once all are ready, and the workers' end."""
     try:
+        ready(workers)
         return turns(workers, warm_up, rounds, Worker.step)
     finally:
         for worker in workers.values():

@@ -195,6 +195,12 @@ OF_BLOCK(block_pairs, uint16_t, uint16_t, micro_pairs)
 OF_BLOCK(block_int8, int8_t, uint8_t, micro_int8)
 #endif
 
+/* Lines of what comes next, and where the rest of it begins. */
+INLINE const char *ask_next(struct ahead next) {
+  for (int k = 0; k < next.lines; k++) _mm_prefetch(next.from + k * 64, _MM_HINT_T0);
+  return next.from + next.bytes;
+}
+
 /* Tiles: registers of up to 16 rows of 64 bytes. A step of a sum takes 64 bytes of each row of x: 32 values of bf16, or
 64 codes; the block's 16 lines of 16 outputs that belong to them are a tile of the weight. */
 #ifdef __AMX_TILE__
@@ -227,7 +233,7 @@ static void shape_tiles(int *held, long tall, long rest) {
 #define TILES(NAME, VALUE, PRODUCT)                                                                               \
   /* Up to 16 rows by the block's 64 outputs, over `count` bytes of each row. */                                  \
   static void NAME##_low(const char *w, const char *x, float *y, long bytes, long count, long out, int begun,     \
-                         int first) {                                                                             \
+                         int first, struct ahead next) {                                                          \
     if (begun) {                                                                                                  \
       _tile_loadd(0, y, 4 * out); _tile_loadd(1, y + 16, 4 * out);                                                \
       _tile_loadd(2, y + 32, 4 * out); _tile_loadd(3, y + 48, 4 * out);                                           \
@@ -237,6 +243,7 @@ static void shape_tiles(int *held, long tall, long rest) {
     for (long e = 0; e < count; e += DEEP, w += 16 * 4 * BLOCK) {                                                 \
       if (first)                                                                                                  \
         for (int k = 0; k < 8; k++) ask_for(w + k * 512, 512);                                                    \
+      next.from = ask_next(next);                                                                                 \
       _tile_loadd(4, x + e, bytes);                                                                               \
       _tile_loadd(5, w, 4 * BLOCK); PRODUCT(0, 4, 5);                                                             \
       _tile_loadd(6, w + 64, 4 * BLOCK); PRODUCT(1, 4, 6);                                                        \
@@ -248,7 +255,7 @@ static void shape_tiles(int *held, long tall, long rest) {
   }                                                                                                               \
   /* 17 to 32 rows by 32 outputs. */                                                                             \
   static void NAME##_high(const char *w, const char *x, float *y, long bytes, long count, long out, int begun,    \
-                          int first) {                                                                            \
+                          int first, struct ahead next) {                                                         \
     if (begun) {                                                                                                  \
       _tile_loadd(0, y, 4 * out); _tile_loadd(1, y + 16, 4 * out);                                                \
       _tile_loadd(2, y + 16 * out, 4 * out); _tile_loadd(3, y + 16 * out + 16, 4 * out);                          \
@@ -258,6 +265,7 @@ static void shape_tiles(int *held, long tall, long rest) {
     for (long e = 0; e < count; e += DEEP, w += 16 * 4 * BLOCK) {                                                 \
       if (first)                                                                                                  \
         for (int k = 0; k < 16; k++) ask_for(w + k * 4 * BLOCK, 128);                                             \
+      next.from = ask_next(next);                                                                                 \
       _tile_loadd(4, x + e, bytes);                                                                               \
       _tile_loadd(6, w, 4 * BLOCK); PRODUCT(0, 4, 6);                                                             \
       _tile_loadd(7, w + 64, 4 * BLOCK); PRODUCT(1, 4, 7);                                                        \
@@ -267,9 +275,10 @@ static void shape_tiles(int *held, long tall, long rest) {
     _tile_stored(2, y + 16 * out, 4 * out); _tile_stored(3, y + 16 * out + 16, 4 * out);                          \
   }                                                                                                               \
   /* Over `all` bytes of each row, of `bytes`; `begun`: y holds the sums of those before; `first`: nobody has asked   \
-  for the weight. */                                                                                              \
+  for the weight. `next`: what each step asks for, NULL: nothing. */                                              \
   INLINE void NAME##_part(const VALUE *weight, const void *of, float *y, long rows, long bytes, long all, long out, \
-                          int begun, int first, int *held) {                                                      \
+                          int begun, int first, int *held, struct ahead *next) {                                  \
+    struct ahead none = {0};                                                                                      \
     const char *w = (const void *)weight, *x = of;                                                                \
     long low = rows % 32 > 16 ? 0 : rows % 32, high = rows - low;                                                 \
     for (int half = 0; half < 2 && high; half++)                                                                  \
@@ -278,16 +287,19 @@ static void shape_tiles(int *held, long tall, long rest) {
         for (long r = 0; r < high; r += 32) {                                                                     \
           shape_tiles(held, 16, high - r < 32 ? high - r - 16 : 16);                                              \
           NAME##_high(w + e * BLOCK + half * 128, x + r * bytes + e, y + r * out + half * 32, bytes, count, out,  \
-                      begun || e > 0, first && r == 0);                                                           \
+                      begun || e > 0, first && r == 0, next ? *next : none);                                      \
+          if (next) next->from += count / DEEP * next->bytes;                                                     \
         }                                                                                                         \
       }                                                                                                           \
     if (low) {                                                                                                    \
       shape_tiles(held, low, 0);                                                                                  \
-      NAME##_low(w, x + high * bytes, y + high * out, bytes, all, out, begun, first && high == 0);                \
+      NAME##_low(w, x + high * bytes, y + high * out, bytes, all, out, begun, first && high == 0,                 \
+                 next ? *next : none);                                                                            \
+      if (next) next->from += all / DEEP * next->bytes;                                                           \
     }                                                                                                             \
   }                                                                                                               \
   static void NAME(const VALUE *weight, const void *of, float *y, long rows, long bytes, long out, int *held) {   \
-    NAME##_part(weight, of, y, rows, bytes, bytes, out, 0, 1, held);                                              \
+    NAME##_part(weight, of, y, rows, bytes, bytes, out, 0, 1, held, NULL);                                              \
   }
 TILES(tiles_pairs, uint16_t, _tile_dpbf16ps)
 TILES(tiles_int8, int8_t, _tile_dpbusd)
@@ -297,7 +309,7 @@ int mantissa_tiles(void) { return may_tile = syscall(SYS_arch_prctl, 0x1023 /* A
 enum { may_tile = 0 };
 #define in_tiles(bytes) 0
 #define tiles_pairs(weight, x, y, rows, bytes, out, held) (void)held
-#define tiles_pairs_part(weight, x, y, rows, bytes, all, out, begun, first, held) (void)held
+#define tiles_pairs_part(weight, x, y, rows, bytes, all, out, begun, first, held, next) (void)held
 #define tiles_int8 tiles_pairs
 static void release_tiles(void) {}
 
@@ -351,9 +363,9 @@ INLINE __m512i times_power(__m512i value, __m512i power, const int exact) {
 
 /* The values of `count` inputs of a block; `kind`: multiplied by `power` 0: not, 1: exactly, 2: as may be. */
 INLINE void widen_group(const uint8_t *w, uint16_t *wide, long count, const __m512i *power, const int kind,
-                        const struct bytes *of) {
+                        const struct bytes *of, const int ask) {
   for (long e = 0; e < count; e += 2, w += 2 * BLOCK, wide += 2 * BLOCK) {
-    ask_for(w, 2 * BLOCK);
+    if (ask) ask_for(w, 2 * BLOCK);
     UNROLL(int k = 0; k < VECTORS; k += 2) {
       __m512i codes = _mm512_loadu_si512(w + 2 * k * LANES), low, high;
       low = _mm512_permutex2var_epi8(of->low[0], codes, of->low[1]);
@@ -369,8 +381,8 @@ INLINE void widen_group(const uint8_t *w, uint16_t *wide, long count, const __m5
 
 /* Of at most MOST inputs. `powers`: those of two that belong to them, BLOCK for each `per` inputs, or NULL. */
 static void widen_codes(const uint8_t *w, uint16_t *wide, long count, const int8_t *powers, long per,
-                        const struct bytes *of) {
-  if (!powers) widen_group(w, wide, count, NULL, 0, of);
+                        const struct bytes *of, int ask) {
+  if (!powers) widen_group(w, wide, count, NULL, 0, of, ask);
   for (long e = 0; powers && e < count; e += per, powers += BLOCK) {
     long some = count - e < per ? count - e : per;
     __m512i power[VECTORS], least = _mm512_set1_epi32(0);
@@ -380,15 +392,15 @@ static void widen_codes(const uint8_t *w, uint16_t *wide, long count, const int8
       n = _mm512_slli_epi32(n, 7); /* to both values' exponents */
       power[k] = _mm512_mask_mov_epi16(_mm512_slli_epi32(n, 16), 0x55555555, n);
     }
-    if (_mm512_cmplt_epi32_mask(least, _mm512_set1_epi32(-117))) widen_group(w + e * BLOCK, wide + e * BLOCK, some, power, 2, of);
-    else widen_group(w + e * BLOCK, wide + e * BLOCK, some, power, 1, of);
+    if (_mm512_cmplt_epi32_mask(least, _mm512_set1_epi32(-117))) widen_group(w + e * BLOCK, wide + e * BLOCK, some, power, 2, of, ask);
+    else widen_group(w + e * BLOCK, wide + e * BLOCK, some, power, 1, of, ask);
   }
 }
 
 /* The sums of some rows by a block of bf16 pairs, over `count` inputs from the `e`th on. */
 INLINE void pairs_part(const struct product *p, const uint16_t *wide, const uint16_t *x, float *y, long rows, long count,
-                       long apart, int begun, int *tiles) {
-  if (in_tiles(2 * p->in)) tiles_pairs_part(wide, x, y, rows, 2 * p->in, 2 * count, apart, begun, 0, tiles);
+                       long apart, int begun, int *tiles, struct ahead *next) {
+  if (in_tiles(2 * p->in)) tiles_pairs_part(wide, x, y, rows, 2 * p->in, 2 * count, apart, begun, 0, tiles, next);
   else block_pairs_part(wide, x, p->in, count, y, rows, apart, begun, NULL, 0);
 }
 
@@ -412,17 +424,21 @@ static void block_codes(const struct product *p, long start, long from, const ui
   const uint8_t *codes = (const uint8_t *)p->weight + start * p->in, *after = (const uint8_t *)p->weight + p->out * p->in;
   long groups = (p->in + p->per - 1) / p->per, folded = p->kind == FOLDED;
   /* For few rows so little that their products and the next codes' bytes come at the same time. */
-  long step = rows <= AT_A_TIME / 2 ? LINE : folded ? MOST : p->per;
+  int few = rows <= AT_A_TIME / 2;
+  long step = few ? LINE : folded ? MOST : p->per;
   const int8_t *powers = (const int8_t *)after + start * groups;
   const float *scales = (const float *)after + start * groups;
   const struct bytes of = bytes_of_e4m3();
   for (long e = 0; e < p->in; e += step) {
     long count = p->in - e < step ? p->in - e : step, group = e / p->per, inside = e % p->per;
-    widen_codes(codes + e * BLOCK, wide, count, folded ? powers + group * BLOCK : NULL, p->per, &of);
-    if (folded) pairs_part(p, wide, x + e, y, rows, count, apart, e > 0, tiles);
+    widen_codes(codes + e * BLOCK, wide, count, folded ? powers + group * BLOCK : NULL, p->per, &of, few || !in_tiles(2 * p->in));
+    /* Of many rows each step of each asks for some of the codes that come next. */
+    long passes = (rows + 31) / 32 * 2 * (count / LINE + 1), lines = count * BLOCK / 64 / passes + 1;
+    struct ahead next = {(const char *)codes + (e + count) * BLOCK, lines, 64 * lines}, *soon = few ? NULL : &next;
+    if (folded) pairs_part(p, wide, x + e, y, rows, count, apart, e > 0, tiles, soon);
     for (long at = 0; at < rows && !folded; at += AT_A_TIME) {
       long some = rows - at < AT_A_TIME ? rows - at : AT_A_TIME;
-      pairs_part(p, wide, x + at * p->in + e, part, some, count, BLOCK, inside > 0, tiles);
+      pairs_part(p, wide, x + at * p->in + e, part, some, count, BLOCK, inside > 0, tiles, soon);
       if (inside + count < p->per && e + count < p->in) continue;
       const float *row = p->row_scales ? p->row_scales + (from + at) * groups + group : NULL;
       add_group(part, y + at * apart, some, apart, scales + group * BLOCK, row, groups, group > 0);

@@ -544,10 +544,11 @@ def _rotary(fields: Fields) -> tuple[float, RopeScaling | None]:
 
 def _theta(fields: Fields, tables: Mapping[str, Mapping[str, Any]]) -> Any:
     """The base of the wavelengths. ``tables``: the rotary ones that the file has."""
-    said = [("rope_theta is", fields.raw.get("rope_theta"))]
-    said += [(f"{key} says", table.get("rope_theta")) for key, table in tables.items()]
-    known = [(words, value) for words, value in said if value is not None]
-    if "rope_scaling" in tables and [words for words, _ in known] == ["rope_parameters says"]:
+    of_tables = {key: table["rope_theta"] for key, table in tables.items() if table.get("rope_theta") is not None}
+    alone = fields.raw.get("rope_theta")
+    known = [] if alone is None else [("rope_theta is", alone)]
+    known += [(f"{key} says", value) for key, value in of_tables.items()]
+    if "rope_scaling" in tables and alone is None and [*of_tables] == ["rope_parameters"]:
         known.insert(0, ("without one beside it rope_scaling means a rope_theta of", _DEFAULT_THETA))
     first, theta = known[0] if known else ("", _DEFAULT_THETA)
     for other, differing in known[1:]:
