@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "mantissa"
-MOST_FILES, MOST_LINES = 15, 2985  # the second may only fall
+MOST_FILES, MOST_LINES = 15, 2975  # the second may only fall
 RECIPE = """\
 name: one-page
 steps: 1
