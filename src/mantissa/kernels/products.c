@@ -8,10 +8,11 @@ Each output is one fp32 sum, over the inputs in order, by fused multiply-adds (p
 of two bf16 pairs). So it is the same however many rows, blocks or threads there are. "int8": of four inputs, output by
 output, summed as int32.
 
-Codes: of a weight in an 8-bit format (e4m3, which holds e2m1's and four-bit integers too), a byte each, laid out as pairs
-are, but that 8 bytes of one vector and of the next lie in turn; the scales of each output's groups of inputs follow. A block's codes become bf16 in the cache, some inputs at a
-time, and are multiplied there by all rows. Where the scales are powers of two, the values are bf16's too ("folded");
-else each group's sum is multiplied by the scales of both operands, as on a tensor core.
+Codes: of a weight in an 8-bit format (e4m3, which holds e2m1's and four-bit integers too), a byte each, laid out as
+pairs are, but that 8 bytes of one vector and 8 of the next lie in turn; the scales of each output's groups of inputs
+follow. A block's codes become bf16 in the cache, some inputs at a time, and are multiplied there by all rows. Where the
+scales are powers of two, the values are bf16's too ("folded"); else each group's sum is multiplied by the scales of both
+operands, as on a tensor core.
 
 A processor with AMX multiplies pairs and int8 in tiles of up to 16 rows by 16 outputs: the same layout, and still one
 sum an output, whose order the instruction defines whatever rows stand beside it. */
@@ -29,7 +30,8 @@ enum { BLOCK = LANES * VECTORS };
 
 INLINE long inputs_at_once(long rows) { return rows < FEW ? (1 << 15) / (4 * BLOCK) : AT_ONCE; }
 
-enum kind { OF_FP32, OF_BF16, OF_FP16, PAIRS, OF_INT8, CODES, FOLDED, TOTAL }; /* TOTAL: pairs, an output's one scale */
+/* TOTAL: pairs, and a scale of each output and of each row. */
+enum kind { OF_FP32, OF_BF16, OF_FP16, PAIRS, OF_INT8, CODES, FOLDED, TOTAL };
 
 /* One product: what every thread of it reads, and the next block that none has taken. */
 struct product {
@@ -335,19 +337,14 @@ static void of_integers(const struct product *p, long start, long from, long row
 #define AT_A_TIME 32 /* rows whose sums of a group do */
 
 /* The two bytes of each of e4m3's magnitudes as bf16. */
-struct bytes {
-  __m512i high[2], low[2];
-};
+static uint8_t HIGH[128], LOW[128];
 
-static struct bytes bytes_of_e4m3(void) {
-  uint8_t high[128], low[128];
+__attribute__((constructor)) static void find_bytes(void) {
   for (int code = 0; code < 128; code++) {
     float value = code < 8 ? code * 0x1p-9f : (8 + code % 8) * 0x1p-10f * (1 << code / 8);
     uint16_t bits = to_bf16(value);
-    high[code] = bits >> 8, low[code] = bits;
+    HIGH[code] = bits >> 8, LOW[code] = bits;
   }
-  return (struct bytes){{_mm512_loadu_si512(high), _mm512_loadu_si512(high + 64)},
-                        {_mm512_loadu_si512(low), _mm512_loadu_si512(low + 64)}};
 }
 
 /* Values times powers of two, by adding to their exponents; `exact`: none leaves the normals, which are all that the
@@ -362,14 +359,15 @@ INLINE __m512i times_power(__m512i value, __m512i power, const int exact) {
 }
 
 /* The values of `count` inputs of a block; `kind`: multiplied by `power` 0: not, 1: exactly, 2: as may be. */
-INLINE void widen_group(const uint8_t *w, uint16_t *wide, long count, const __m512i *power, const int kind,
-                        const struct bytes *of, const int ask) {
+INLINE void widen_group(const uint8_t *w, uint16_t *wide, long count, const __m512i *power, const int kind, int ask) {
+  const __m512i high_of[2] = {_mm512_loadu_si512(HIGH), _mm512_loadu_si512(HIGH + 64)};
+  const __m512i low_of[2] = {_mm512_loadu_si512(LOW), _mm512_loadu_si512(LOW + 64)};
   for (long e = 0; e < count; e += 2, w += 2 * BLOCK, wide += 2 * BLOCK) {
     if (ask) ask_for(w, 2 * BLOCK);
     UNROLL(int k = 0; k < VECTORS; k += 2) {
       __m512i codes = _mm512_loadu_si512(w + 2 * k * LANES), low, high;
-      low = _mm512_permutex2var_epi8(of->low[0], codes, of->low[1]);
-      high = _mm512_permutex2var_epi8(of->high[0], codes, of->high[1]);
+      low = _mm512_permutex2var_epi8(low_of[0], codes, low_of[1]);
+      high = _mm512_permutex2var_epi8(high_of[0], codes, high_of[1]);
       high = _mm512_ternarylogic_epi32(codes, _mm512_set1_epi8(-0x80), high, 0xEA); /* (a & b) | c */
       __m512i one = _mm512_unpacklo_epi8(low, high), two = _mm512_unpackhi_epi8(low, high);
       if (kind) one = times_power(one, power[k], kind == 1), two = times_power(two, power[k + 1], kind == 1);
@@ -380,9 +378,8 @@ INLINE void widen_group(const uint8_t *w, uint16_t *wide, long count, const __m5
 }
 
 /* Of at most MOST inputs. `powers`: those of two that belong to them, BLOCK for each `per` inputs, or NULL. */
-static void widen_codes(const uint8_t *w, uint16_t *wide, long count, const int8_t *powers, long per,
-                        const struct bytes *of, int ask) {
-  if (!powers) widen_group(w, wide, count, NULL, 0, of, ask);
+static void widen_codes(const uint8_t *w, uint16_t *wide, long count, const int8_t *powers, long per, int ask) {
+  if (!powers) widen_group(w, wide, count, NULL, 0, ask);
   for (long e = 0; powers && e < count; e += per, powers += BLOCK) {
     long some = count - e < per ? count - e : per;
     __m512i power[VECTORS], least = _mm512_set1_epi32(0);
@@ -392,8 +389,9 @@ static void widen_codes(const uint8_t *w, uint16_t *wide, long count, const int8
       n = _mm512_slli_epi32(n, 7); /* to both values' exponents */
       power[k] = _mm512_mask_mov_epi16(_mm512_slli_epi32(n, 16), 0x55555555, n);
     }
-    if (_mm512_cmplt_epi32_mask(least, _mm512_set1_epi32(-117))) widen_group(w + e * BLOCK, wide + e * BLOCK, some, power, 2, of, ask);
-    else widen_group(w + e * BLOCK, wide + e * BLOCK, some, power, 1, of, ask);
+    if (_mm512_cmplt_epi32_mask(least, _mm512_set1_epi32(-117))) /* the smallest code is 2^-9 */
+      widen_group(w + e * BLOCK, wide + e * BLOCK, some, power, 2, ask);
+    else widen_group(w + e * BLOCK, wide + e * BLOCK, some, power, 1, ask);
   }
 }
 
@@ -428,10 +426,10 @@ static void block_codes(const struct product *p, long start, long from, const ui
   long step = few ? LINE : folded ? MOST : p->per;
   const int8_t *powers = (const int8_t *)after + start * groups;
   const float *scales = (const float *)after + start * groups;
-  const struct bytes of = bytes_of_e4m3();
   for (long e = 0; e < p->in; e += step) {
     long count = p->in - e < step ? p->in - e : step, group = e / p->per, inside = e % p->per;
-    widen_codes(codes + e * BLOCK, wide, count, folded ? powers + group * BLOCK : NULL, p->per, &of, few || !in_tiles(2 * p->in));
+    const int8_t *of = folded ? powers + group * BLOCK : NULL;
+    widen_codes(codes + e * BLOCK, wide, count, of, p->per, few || !in_tiles(2 * p->in));
     /* Of many rows each step of each asks for some of the codes that come next. */
     long passes = (rows + 31) / 32 * 2 * (count / LINE + 1), lines = count * BLOCK / 64 / passes + 1;
     struct ahead next = {(const char *)codes + (e + count) * BLOCK, lines, 64 * lines}, *soon = few ? NULL : &next;
@@ -464,7 +462,8 @@ static void sums_of(const struct product *p, long start, long from, long rows, f
 #ifdef OF_CODES
       if (p->kind == TOTAL) {
         const float *scales = (const float *)((const uint16_t *)p->weight + p->out * p->in) + start;
-        for (long r = 0; r < rows; r++) add_group(y + r * apart, y + r * apart, 1, 0, scales, p->row_scales + from + r, 0, 0);
+        for (long r = 0; r < rows; r++)
+          add_group(y + r * apart, y + r * apart, 1, 0, scales, p->row_scales + from + r, 0, 0);
       }
 #endif
 #endif
