@@ -96,7 +96,8 @@ class CopiedPolicy:
                 names.append(name)
                 # The largest magnitude of the master and of what is now stored; NaN wins a maximum, so one that was
                 # not written shows. One transfer to the host for all tensors.
-                peaks.append(torch.stack((peak(master), peak(kept).float())))
+                largest, same = peak(master), kept.data_ptr() == master.data_ptr()  # fp32's copy is the master
+                peaks.append(torch.stack((largest, largest if same else peak(kept).float())))
             for block in set(self._block_of.values()):
                 self._join_biases(block)
             self.decoder.packed_head = self._tied_head() if self._pack and self.decoder.lm_head is None else None
