@@ -1,8 +1,9 @@
 """What this machine holds of the goals that Mantissa has set itself for a processor: a line for each, held or missed.
 
-Ten to twenty minutes, most of them those of the peers. Each figure is a ratio to a peer that was measured in turns with it, or processor time; the scripts
-beside this one measure, in processes of their own, and here their rows are held against the goals. A peer that is not
-installed is said, and its goals are neither held nor missed. The machine's load goes into every row.
+Ten to twenty minutes, most of them those of the peers. Each figure is a ratio to a peer that was measured in turns with
+it, or processor time; the scripts beside this one measure, in processes of their own, and here their rows are held
+against the goals. A peer that is not installed is said, and its goals are neither held nor missed. The machine's load
+goes into every row.
 """
 
 from __future__ import annotations
