@@ -12,7 +12,7 @@ from mantissa.base.errors import MantissaError
 from mantissa.kernels import compiled, cpu, learner_kernels, resolve, rollout_kernels
 from mantissa.kernels.compiled import Laid
 from mantissa.model import Decoder, ModelConfig
-from mantissa.precision import FP16, PrecisionPolicy, int8_codes
+from mantissa.precision import FP16, BlockScaled, PrecisionPolicy
 from mantissa.rollout import NativeEngine, Request, SamplingParams
 
 REQUESTS = [Request((1, 2, 3), seed=0)]
@@ -132,11 +132,13 @@ def test_stale_versions_are_refused() -> None:
         rollout.sync(masters(), -1)
 
 
-@pytest.mark.skipif("int8" not in compiled.parts(), reason="no compiled products of int8 here")
-def test_int8_codes_that_are_laid_out_come_back_and_are_replaced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not {"int8", "codes"} <= {*compiled.parts()}, reason="no compiled products of codes here")
+@pytest.mark.parametrize("fmt", ["int8", "fp8", "mxfp8", "nvfp4", "int4"])
+def test_codes_that_are_laid_out_come_back_and_are_replaced_whole(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a wide model's projections, joined or not; a failed sync leaves nothing to sample with."""
     monkeypatch.setattr(cpu, "products", lambda: cpu.CpuProducts(0.5, 0.5, compiled=compiled.parts()))
-    resolved = resolve(PrecisionPolicy.parse({"train": "bf16", "rollout": "int8"}), "cpu")
+    resolved = resolve(PrecisionPolicy.parse({"train": "bf16", "rollout": fmt}), "cpu")
+    assert resolved.rollout.fp8 is not None
     assert resolved.rollout.backend == "native"
     wide = ModelConfig("qwen3", 64, 256, 768, 1, 8, 4, 32, qk_norm=True)
     rollout = NativeEngine(wide, rollout_kernels(resolved), kv_format=resolved.kv_cache.active, slots=2, max_length=16)
@@ -146,9 +148,11 @@ def test_int8_codes_that_are_laid_out_come_back_and_are_replaced_whole(monkeypat
         rollout.sync(weights, seed)
         for name in weights:
             if "proj" in name:
-                codes, scales = int8_codes(weights[name])
-                assert torch.equal(rollout.weights[name], codes)
-                assert torch.equal(rollout.weights[f"{name}.scales"].view(-1), scales.view(-1))
+                made = cpu.quantized_copy(weights[name], resolved.rollout.fp8, cpu.Products("bf16"))
+                assert isinstance(made, BlockScaled)
+                assert rollout.weights[name].dtype is made.codes.dtype
+                assert torch.equal(rollout.weights[name].float(), made.codes.float())
+                assert torch.equal(rollout.weights[f"{name}.scales"], made.scales)
     mlp = rollout.model.model.layers[0].mlp
     assert isinstance(mlp.joined.weight.codes, Laid)
     assert isinstance(mlp.down_proj.weight, Laid)
