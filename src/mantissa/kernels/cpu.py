@@ -217,7 +217,8 @@ def quantized_product(
     if isinstance(weight_FE, Tensor) and weight_FE.dtype is torch.float32:  # a master
         weight_FE = quantized_copy(weight_FE, fp8, products)
     if isinstance(weight_FE, Tensor):
-        return products.forward(activation_values(x_NE, fp8), weight_FE, bias_F)
+        multiplied = products.forward if compiled.is_laid(weight_FE) else F.linear
+        return multiplied(activation_values(x_NE, fp8), weight_FE, bias_F)
     wide = None if bias_F is None else bias_F.float()
     if weight_FE.codes.dtype is torch.int8:
         return int8(x_NE.detach(), weight_FE, wide, x_NE.dtype)
