@@ -125,6 +125,22 @@ def test_values_of_codes_are_the_definition_s(name: str, width: int) -> None:
         assert_same_bits(activation_values(x, fp8), defined(x, fp8))
 
 
+@pytest.mark.skipif("codes" not in compiled.parts(), reason="nothing here multiplies codes")
+@pytest.mark.parametrize("width", [576, 200, 16])
+def test_codes_times_their_scales_are_the_values(width: int) -> None:
+    """To the bit in fp8; nvfp4's last scale is multiplied after a product's sum: its values are rounded elsewhere."""
+    x = (torch.randn(9, width) * torch.exp(torch.randn(9, 1))).bfloat16()
+    codes, scales = compiled.scaled_apart(x, "fp8")
+    values = codes.float() * scales.repeat_interleave(128, 1)[:, :width]
+    assert_same_bits(values, defined(x, POLICIES["fp8"]))
+    assert torch.equal(codes, codes.to(torch.float8_e4m3fn).bfloat16())
+    codes, scales = compiled.scaled_apart(x, "nvfp4")
+    assert scales.shape == (9, 1)
+    assert torch.allclose(codes.float() * scales, defined(x, POLICIES["nvfp4"]), rtol=2.0**-22, atol=0.0)
+    with pytest.raises(KeyError):  # its scales are in its values
+        compiled.scaled_apart(x, "mxfp8")
+
+
 @pytest.mark.parametrize("name", ["fp8 by a power of two", "mxfp8", "mxfp4"])
 def test_bf16_holds_the_values_of_scales_that_are_powers_of_two(name: str) -> None:
     x = (torch.randn(40, 3, 300) * torch.exp2(torch.randint(-140, 100, (40, 3, 300)).float())).bfloat16()

@@ -154,8 +154,9 @@ INLINE long length_of(const enum scheme scheme) {
   return scheme == NVFP4 ? 16 : scheme == MXFP8 || scheme == MXFP4 ? 32 : LARGEST_BLOCK;
 }
 
-/* One row, whole blocks and a rest that zeros fill up. int8's scale is the row's, nvfp4's second too. With `scales` y is
-what a product multiplies: codes, and the scale of each block; of nvfp4 codes times their e4m3, and the second one. */
+/* One row, whole blocks and a rest that zeros fill up. int8's scale is the row's, nvfp4's second too. With `scales`, not
+of int8, y is what a product multiplies: codes, and the scale of each block; of nvfp4 codes times their e4m3, and the
+second one. */
 INLINE void row_of(const float *x, float *y, float *scales, long width, const enum scheme scheme) {
   long size = length_of(scheme), whole = width - width % size;
   float rest[LARGEST_BLOCK] = {0}, total = 0, peak, d, held;
@@ -166,7 +167,7 @@ INLINE void row_of(const float *x, float *y, float *scales, long width, const en
     peak = finite_or_nan(peak);
     total = at_least(peak / 2688.0f, 0x1p-110f);
     if (scheme == INT8) scales_of(scheme, peak, 0, &d, &held);
-    if (scales) *scales = scheme == INT8 ? held : total;
+    if (scales) *scales = total;
   }
   for (long at = 0; at < width; at += size) {
     const float *from = at < whole ? x + at : rest;
@@ -177,7 +178,6 @@ INLINE void row_of(const float *x, float *y, float *scales, long width, const en
       scales_of(scheme, peak, total, &d, &held);
     }
     if (scales && scheme == NVFP4) held = second_of(peak, total);
-    else if (scales && scheme == INT8) held = 1;
     else if (scales) *scales++ = held, held = 1;
     block(from, to, size, scheme, d, held);
   }
@@ -206,7 +206,7 @@ struct rows {
 };
 
 static void scaled_row(const struct rows *p, long r, float *room) {
-  long size = p->scheme == NVFP4 || p->scheme == INT8 ? p->width : length_of(p->scheme);
+  long size = p->scheme == NVFP4 ? p->width : length_of(p->scheme);
   float *scales = p->scales ? p->scales + r * ((p->width + size - 1) / size) : NULL;
   if (p->bytes == 4) {
     OF_ROW[p->scheme]((const float *)p->x + r * p->width, (float *)p->y + r * p->width, scales, p->width);
