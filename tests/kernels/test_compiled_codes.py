@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mantissa.base.errors import MantissaError
 from mantissa.kernels import NativeKernels, compiled, cpu, probe
 from mantissa.kernels.compiled import Laid
 from mantissa.kernels.cpu import CpuProducts, Products, activation_scheme, activation_values, weight_values
@@ -121,5 +122,5 @@ def test_a_rollout_multiplies_by_them_and_proves_it(name: str, monkeypatch: pyte
         return right(self, *given, **more) * (1.25 if self.kind == HELD.get(name, "folded") else 1)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Laid, "product", wrong)
-    with pytest.raises(Exception, match=f"{fp8.kind} is not active in the NativeKernels"):
+    with pytest.raises(MantissaError, match=f"{fp8.kind} is not active in the NativeKernels"):
         probe(kernels, "cpu")

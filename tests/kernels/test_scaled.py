@@ -260,6 +260,6 @@ def test_which_rollouts_the_cpus_own_bf16_serves(monkeypatch: pytest.MonkeyPatch
     assert kernels(True, codes=True, preset="fp8-rollout", backend="simulated") == "simulated"
     assert kernels(True, codes=True, preset="fp8", kernels="exact") == "exact simulated"
     with pytest.raises(
-        MantissaError, match="serves a rollout in fp8 with base=bf16, and a C compiler or scale=power_of_two"
+        MantissaError, match="serves a rollout in fp8 with base=bf16, and AVX512-VBMI with a C compiler, or scale=power"
     ):
         kernels(True, train="bf16", rollout="fp8", backend="native")

@@ -289,8 +289,8 @@ def _resolve_fp8(
     if policy.backend == "native":
         raise MantissaError(
             f"precision.backend=native: {role} asked for fp8, and {device} has no fp8 products (they came with Hopper, "
-            "compute capability 9.0; a CPU with AVX512-BF16 or AMX serves a rollout in fp8 with base=bf16, and a C "
-            "compiler or scale=power_of_two); leave backend out to simulate them"
+            "compute capability 9.0; a CPU with AVX512-BF16 or AMX serves a rollout in fp8 with base=bf16, and "
+            "AVX512-VBMI with a C compiler, or scale=power_of_two); leave backend out to simulate them"
         )
     why = "a CPU" if device.type == "cpu" else "asked for" if native else "no fp8 products before Hopper"
     return ResolvedRole(role, "fp8", base, "simulated", f"{why}: {what}, values on their grids in fp32", fp8)
